@@ -1,0 +1,80 @@
+/* kernels.h: the table of inner loops that one instruction-set path offers. Everything above it (ops_*.c) is the
+ * same for all paths; everything below it (one file a path) knows no plan, no batch and no thread.
+ *
+ * Names: "act" is the dtype of GEMM inputs and of the KV cache: fp32, or bf16 as uint16_t bits. Packed panels are
+ * those of plan_desc.h: 16 output columns, 64-byte rows, one 32-bit word a column: a bf16 pair (k, k+1) or one fp32 k.
+ *
+ * Numbers, the same on every path up to the rounding of each operation:
+ *   - a GEMM output is one chain of fused multiply-adds over k in ascending order, whatever the number of rows or
+ *     columns of the call: so a row's result depends neither on the other rows nor on how the work was cut;
+ *   - fp32 to bf16 rounds to nearest even; NaN stays a (quiet) NaN, overflow becomes Inf;
+ *   - NaN and Inf propagate as in the formulas: silu(-Inf) = NaN, silu(Inf) = Inf, softmax over a row holding NaN or
+ *     +Inf is NaN. avx512bf16 alone treats denormal bf16 inputs and denormal sums in GEMMs as zero (vdpbf16ps). */
+#ifndef PDS_KERNELS_H
+#define PDS_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum pds_gemm_out {
+  PDS_OUT_F32 = 0, /* y = x W^T (+ bias), fp32 */
+  PDS_OUT_ADD = 1, /* y += x W^T (+ bias), fp32 */
+  PDS_OUT_ACT = 2, /* y = act(x W^T (+ bias)); columns [cols, pad) become zero */
+} pds_gemm_out;
+
+/* y[rows, cols] from x[rows, k] and packed panels. In swiglu the panels alternate gate, up; `cols` counts columns of
+ * y = act(silu(gate) * up), `out` is ignored (always PDS_OUT_ACT) and there is no bias. */
+typedef struct pds_gemm {
+  const void *x;          /* act [*, x_stride]; columns [k, k rounded to even) must be finite */
+  size_t x_stride;        /* elements */
+  const int32_t *x_index; /* row i reads row x_index[i] / x_div; NULL: row i */
+  uint32_t x_div;
+  const void *w;          /* first panel, 64-byte aligned */
+  size_t panel_stride;    /* bytes from one panel to the next */
+  void *y;
+  size_t y_stride;        /* elements of y's dtype */
+  const int32_t *y_index; /* row i writes row y_index[i]; NULL: row i */
+  const float *bias;      /* [cols] or NULL */
+  uint32_t rows, k, cols; /* bf16: k is even */
+  uint32_t pad;           /* PDS_OUT_ACT: columns to zero-fill up to; <= cols: none */
+  uint32_t out;           /* pds_gemm_out */
+} pds_gemm;
+
+/* The kernels that read or write act data. */
+typedef struct pds_act_kernels {
+  void (*gemm)(const pds_gemm *g);
+  void (*swiglu)(const pds_gemm *g);
+  /* y = act(x) for n elements. */
+  void (*convert)(const float *x, void *y, uint32_t n);
+  /* One row of one key block of streaming softmax. s[lo..hi) are scores; m, l: running maximum of scale * s and sum
+   * of exponentials. Writes p[0..n): act(exp(scale * s - m_new)), zero outside [lo, hi). Updates m and l; returns
+   * the factor exp(m_old - m_new) for what was accumulated before. -Inf scores weigh nothing. */
+  float (*softmax_block)(const float *s, uint32_t lo, uint32_t hi, uint32_t n, float scale, float *m, float *l, void *p);
+  /* Latent keys (4 panels of 16 tokens, k = d, panel_stride bytes apart) to values (panels of 16 columns, k = token;
+   * 64 tokens a panel) for the first `dims` columns (a multiple of 16) and `tokens` tokens (bf16: rounded up to even;
+   * the tokens beyond are written as zero). */
+  void (*key_to_value)(const void *keys, size_t panel_stride, uint32_t dims, uint32_t tokens, void *values);
+} pds_act_kernels;
+
+typedef struct pds_kernels {
+  const char *name;
+  pds_act_kernels f32, bf16;
+  /* y = x * rsqrt(mean(x^2) + eps) * w, fp32 */
+  void (*rms_norm)(const float *x, const float *w, uint32_t n, float eps, float *y);
+  /* x = exp(x - max(x)) / sum, in place */
+  void (*softmax)(float *x, uint32_t n);
+  /* x = 1 / (1 + exp(-x)), in place */
+  void (*sigmoid)(float *x, uint32_t n);
+  /* y += a * x, not fused: the product is rounded first */
+  void (*axpy)(float a, const float *x, float *y, uint32_t n);
+  /* y *= a */
+  void (*scale)(float a, float *y, uint32_t n);
+} pds_kernels;
+
+/* Each path is a const table; whether this CPU can run it is for pds_cpu.h to say. */
+const pds_kernels *pds_kernels_scalar(void);
+const pds_kernels *pds_kernels_avx2(void);       /* AVX2 FMA F16C */
+const pds_kernels *pds_kernels_avx512(void);     /* AVX-512 F BW DQ VL */
+const pds_kernels *pds_kernels_avx512bf16(void); /* + AVX512-BF16 */
+
+#endif
