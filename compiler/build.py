@@ -1,0 +1,345 @@
+"""Finds a C compiler and builds a plan's library from the runtime's sources and plan.c.
+
+May import `pdscope.runtime_c` (what to build), `pdscope.config` and `pdscope.errors`.
+
+Objects are cached by content: compiler, flags, the source and every header. The library's bytes
+depend on those alone, not on the directories involved. Code for more than the architecture's
+baseline is confined to the kernel files, each with the flags of its own path; never -march.
+"""
+
+import errno
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from pdscope import config, runtime_c
+from pdscope.errors import BudgetError, TargetError
+
+#: Called with (objects done, objects in all) as the build goes on.
+Progress = Callable[[int, int], None]
+
+# -O2 always: without it zig inserts traps for undefined behaviour. No contraction of a*b+c, so that
+# scalar code gives the same bits under every compiler.
+COMMON_FLAGS = (
+    "-std=c11",
+    "-O2",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-DNDEBUG",
+    "-Wall",
+    "-Wextra",
+    "-pthread",
+)
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,--build-id=none", "-Wl,-z,noexecstack")
+LIBRARIES = ("-lm",)
+
+# Oldest glibc that a library built by zig runs with.
+ZIG_GLIBC = "2.28"
+
+INSTALL_HINT = (
+    "install one (Debian, Ubuntu: `apt install gcc libc6-dev`; Fedora: `dnf install gcc`; "
+    "macOS: `xcode-select --install`), or `pip install ziglang`, a C compiler in a wheel"
+)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C compiler command. `identity` is what it says of itself, and part of every cache key."""
+
+    command: tuple[str, ...]
+    identity: str
+    zig: bool
+
+    @property
+    def name(self) -> str:
+        """Short form for summaries: the first line of --version."""
+        return self.identity.splitlines()[0] if self.identity else self.command[0]
+
+
+@dataclass(frozen=True)
+class BuildInfo:
+    """What a build did: `library_bytes` and `sha256` are those of the finished library."""
+
+    compiler: str
+    isa_paths: tuple[str, ...]
+    objects: int
+    from_cache: int
+    seconds: float
+    library_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One file to compile: `directory` is where the compiler runs, `source` relative to it."""
+
+    directory: Path
+    source: str
+    flags: tuple[str, ...]
+    content: bytes
+
+
+def machine() -> str:
+    """This machine's architecture: x86_64, aarch64, or what the system calls it."""
+    name = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+def available_isa_paths(arch: str) -> tuple[str, ...]:
+    """Kernel paths that can be built for an architecture, best first; "scalar" is always the last."""
+    return tuple(n for n, path in runtime_c.ISA_PATHS.items() if path.arch in (arch, "any"))
+
+
+def find_compiler(arch: str | None = None) -> Compiler:
+    """The first of PDSCOPE_CC, CC, cc, gcc, clang and the ziglang wheel; TargetError if none works.
+
+    For another architecture than this machine's only zig can be used, which cross-compiles.
+    """
+    arch = arch or machine()
+    if asked := config.c_compiler():
+        command = tuple(shlex.split(asked))
+        compiler = _identify(command, arch)
+        if compiler is None:
+            raise TargetError(
+                f"C compiler '{asked}' (from PDSCOPE_CC or CC) cannot be run; "
+                "correct the variable or unset it"
+            )
+        return compiler
+    if arch == machine():
+        for name in ("cc", "gcc", "clang"):
+            if shutil.which(name) and (compiler := _identify((name,), arch)):
+                return compiler
+    if find_spec("ziglang") and (
+        compiler := _identify((sys.executable, "-m", "ziglang", "cc"), arch)
+    ):
+        return compiler
+    if arch != machine():
+        raise TargetError(
+            f"target {arch}: no cross compiler; `pip install ziglang`, or set PDSCOPE_CC to one"
+        )
+    raise TargetError(f"no C compiler found: {INSTALL_HINT}")
+
+
+@lru_cache(maxsize=16)
+def _identify(command: tuple[str, ...], arch: str) -> Compiler | None:
+    """Asks the compiler who it is; None if it cannot be run."""
+    zig = command[-1] == "cc" and len(command) > 1
+    if zig:
+        # Unless told otherwise zig targets the host's CPU, which would leak into portable code.
+        system = f"linux-gnu.{ZIG_GLIBC}" if platform.libc_ver()[0] == "glibc" else "linux-musl"
+        command = (*command, "-target", f"{arch}-{system}", "-mcpu=baseline")
+    texts = []
+    for option in ("--version", "-dumpmachine"):
+        try:
+            done = subprocess.run(
+                [*command, option], capture_output=True, text=True, timeout=120, env=_environment()
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode != 0:
+            return None
+        texts.append(done.stdout.strip())
+    # Where the compiler is installed says nothing about what it makes.
+    lines = [s for s in "\n".join(texts).splitlines() if not s.startswith("InstalledDir")]
+    return Compiler(command, "\n".join(lines), zig)
+
+
+def build_library(
+    plan_c: str,
+    out: Path,
+    isa_paths: Sequence[str],
+    progress: Progress | None = None,
+    *,
+    arch: str | None = None,
+    compiler: Compiler | None = None,
+) -> BuildInfo:
+    """Compiles the runtime and the generated `plan_c`, and links them into the library `out`.
+
+    Args:
+        plan_c: text of the generated plan.c.
+        out: library to write, atomically; its directory must exist.
+        isa_paths: kernel paths to build in, from `available_isa_paths`; scalar is always there.
+        progress: called as objects get done, from the calling thread.
+        arch: architecture to build for; this machine's by default.
+        compiler: overrides `find_compiler`.
+
+    Raises:
+        TargetError: no compiler, or it failed: its first error lines are in the message.
+        BudgetError: the disk is full.
+    """
+    start = time.monotonic()
+    arch = arch or machine()
+    paths = tuple(p for p in available_isa_paths(arch) if p == "scalar" or p in isa_paths)
+    if unknown := sorted(set(isa_paths) - set(paths)):
+        raise TargetError(
+            f"kernel path {unknown[0]} cannot be built for {arch}; "
+            f"possible: {', '.join(available_isa_paths(arch))}"
+        )
+    compiler = compiler or find_compiler(arch)
+    try:
+        with tempfile.TemporaryDirectory(prefix="pdscope-build-") as name:
+            return _build(plan_c, out, paths, progress, compiler, Path(name), start)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise BudgetError(
+                f"{error.filename or out}: {error.strerror}; free some space, or set PDSCOPE_CACHE "
+                "and TMPDIR to other disks"
+            ) from error
+        raise
+
+
+def _build(
+    plan_c: str,
+    out: Path,
+    paths: tuple[str, ...],
+    progress: Progress | None,
+    compiler: Compiler,
+    work: Path,
+    start: float,
+) -> BuildInfo:
+    (work / "plan.c").write_text(plan_c)
+    headers = _digest_headers()
+    units = [
+        _Unit(runtime_c.ROOT, source, flags, (runtime_c.ROOT / source).read_bytes())
+        for source, flags in runtime_c.sources(paths)
+    ]
+    units.append(_Unit(work, "plan.c", (), plan_c.encode()))
+    store = config.cache_dir() / "objects"
+    store.mkdir(parents=True, exist_ok=True)
+    objects: list[Path] = []
+    cached = 0
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        jobs = [pool.submit(_object, unit, compiler, headers, store) for unit in units]
+        try:
+            for done, job in enumerate(jobs, 1):
+                path, hit = job.result()
+                objects.append(path)
+                cached += hit
+                if progress:
+                    progress(done, len(units))
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            raise
+    data = _link(objects, compiler, work)
+    _write_aside(out, data)
+    return BuildInfo(
+        compiler=compiler.name,
+        isa_paths=paths,
+        objects=len(units),
+        from_cache=cached,
+        seconds=time.monotonic() - start,
+        library_bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def _digest_headers() -> bytes:
+    digest = hashlib.sha256()
+    for name in runtime_c.headers():
+        content = (runtime_c.ROOT / name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.digest()
+
+
+def _object(unit: _Unit, compiler: Compiler, headers: bytes, store: Path) -> tuple[Path, bool]:
+    """The unit's object file in the cache, and whether it was there already."""
+    flags = (*COMMON_FLAGS, *(("-fno-sanitize=all",) if compiler.zig else ()), *unit.flags)
+    digest = hashlib.sha256()
+    for part in (compiler.identity, "\0".join(compiler.command[1:] if compiler.zig else ())):
+        digest.update(part.encode() + b"\1")
+    digest.update("\0".join((unit.source, *flags)).encode() + b"\1" + headers)
+    digest.update(unit.content)
+    path = store / f"{digest.hexdigest()}.o"
+    if path.exists():
+        return path, True
+    root = runtime_c.ROOT
+    includes = [f"-I{root / directory}" for directory in runtime_c.INCLUDE_DIRS]
+    maps = [f"-ffile-prefix-map={root}=runtime_c", f"-ffile-prefix-map={unit.directory}=."]
+    with tempfile.TemporaryDirectory(prefix="pdscope-object-") as name:
+        made = Path(name) / "out.o"
+        command = [*compiler.command, *flags, *includes, *maps, "-c", unit.source, "-o", str(made)]
+        _run(command, unit.directory, f"compiling {unit.source}")
+        _write_aside(path, made.read_bytes())
+    return path, False
+
+
+def _link(objects: Sequence[Path], compiler: Compiler, work: Path) -> bytes:
+    """The library's bytes. Objects get plain names, since a linker may record what it was given."""
+    names = []
+    for index, source in enumerate(objects):
+        names.append(f"{index:02d}.o")
+        shutil.copyfile(source, work / names[-1])
+    made = work / "libpdscope.so"
+    command = [*compiler.command, *LINK_FLAGS, *names, *LIBRARIES, "-o", made.name]
+    _run(command, work, "linking the plan library")
+    return made.read_bytes()
+
+
+def _run(command: Sequence[str], directory: Path, what: str) -> None:
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=_environment(),
+    )
+    if done.returncode == 0:
+        return
+    text = done.stderr.strip() or done.stdout.strip()
+    if re.search(r"No space left on device|Disk quota exceeded|File too large|NoSpaceLeft", text):
+        raise BudgetError(
+            f"{what}: no space left on the disk; free some, or set TMPDIR to another disk"
+        )
+    lines = [s for s in text.splitlines() if "error" in s.lower()] or text.splitlines()
+    shown = " | ".join(s.strip() for s in lines[:3]) or f"exit status {done.returncode}"
+    if "No such file or directory" in shown and ".h" in shown:
+        shown += f"; the C library's headers seem to be missing: {INSTALL_HINT}"
+    raise TargetError(f"{what} with '{shlex.join(command[:1])}' failed: {shown}")
+
+
+def _environment() -> dict[str, str]:
+    """The caller's environment in C locale, zig's caches inside ours, no include paths from outside."""
+    cache = config.cache_dir() / "zig"
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "CCC_OVERRIDE_OPTIONS")
+    }
+    env.update(
+        LC_ALL="C",
+        SOURCE_DATE_EPOCH="0",
+        ZIG_GLOBAL_CACHE_DIR=str(cache),
+        ZIG_LOCAL_CACHE_DIR=str(cache),
+    )
+    return env
+
+
+def _write_aside(path: Path, data: bytes) -> None:
+    """Writes beside `path` and renames, so that a reader sees all of it or nothing."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o755 if path.suffix == ".so" else 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

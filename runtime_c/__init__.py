@@ -1,0 +1,83 @@
+"""The C runtime as data: what a plan library is built from, and with which flags. Imports nothing.
+
+The one place that lists the runtime's sources; `pdscope.compiler.build` and the C tests read it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+ROOT = Path(__file__).resolve().parent
+
+#: Directories for -I, relative to ROOT. "." lets a source say "kernels/kernels.h".
+INCLUDE_DIRS: tuple[str, ...] = ("include", "src", ".")
+
+#: Sources without special instructions, relative to ROOT, in link order.
+CORE_SOURCES: tuple[str, ...] = (
+    "src/status.c",
+    "src/crc.c",
+    "src/cpu.c",
+    "src/map.c",
+    "src/pool.c",
+    "src/dispatch.c",
+    "src/program.c",
+    "src/verify.c",
+    "src/kv.c",
+    "src/trace.c",
+    "src/exec.c",
+    "src/engine.c",
+    "src/session.c",
+    "src/sample.c",
+    "src/ops_dense.c",
+    "src/ops_attention.c",
+    "src/ops_moe.c",
+)
+
+
+@dataclass(frozen=True)
+class IsaPath:
+    """One kernel path. `arch`: a processor family, or "any". `features`: what it needs, as Linux and
+    archspec name it; dispatch.c has the same table. `flags` compile its `sources`, and no other file.
+    """
+
+    arch: str
+    features: tuple[str, ...]
+    flags: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_AVX512BF16 = (*_AVX512, "avx512_bf16")
+
+
+def _flags(features: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"-m{feature.replace('_', '')}" for feature in features)
+
+
+#: Kernel paths, best first.
+ISA_PATHS: Mapping[str, IsaPath] = MappingProxyType(
+    {
+        "avx512bf16": IsaPath(
+            "x86_64", _AVX512BF16, _flags(_AVX512BF16), ("kernels/avx512bf16.c",)
+        ),
+        "avx512": IsaPath("x86_64", _AVX512, _flags(_AVX512), ("kernels/avx512.c",)),
+        "avx2": IsaPath("x86_64", _AVX2, _flags(_AVX2), ("kernels/avx2.c",)),
+        "scalar": IsaPath("any", (), (), ("kernels/scalar.c",)),
+    }
+)
+
+
+def headers() -> tuple[str, ...]:
+    """Every header, relative to ROOT, sorted: all of them are part of the object cache's keys."""
+    return tuple(sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.h")))
+
+
+def sources(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(source, extra flags) of a library with the given kernel paths, in link order."""
+    chosen = [name for name in ISA_PATHS if name in set(paths)]
+    have = tuple(f"-DPDS_HAVE_{name.upper()}" for name in chosen if name != "scalar")
+    core = tuple((s, have if s == "src/dispatch.c" else ()) for s in CORE_SOURCES)
+    kernels = ((s, ISA_PATHS[name].flags) for name in chosen for s in ISA_PATHS[name].sources)
+    return (*core, *kernels)

@@ -1,0 +1,172 @@
+/* cpu.c: CPU features by CPUID and XGETBV, usable cores by affinity and cgroup quota. */
+#define _GNU_SOURCE
+#include "cpu.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+#if defined(__x86_64__)
+
+enum { EAX, EBX, ECX, EDX };
+enum { XMM_YMM = 0x6, OPMASK_ZMM = 0xE6, TILES = 0x60006 }; /* XCR0 bits (Intel SDM vol. 1, 13.3) */
+
+typedef struct cpu_feature {
+  const char *name;
+  uint32_t leaf, subleaf, reg, bit, xcr0;
+} cpu_feature;
+
+/* Intel SDM vol. 2A, CPUID. */
+static const cpu_feature features[] = {
+    {"sse", 1, 0, EDX, 25, 0},
+    {"sse2", 1, 0, EDX, 26, 0},
+    {"pni", 1, 0, ECX, 0, 0},
+    {"sse3", 1, 0, ECX, 0, 0}, /* archspec's name of Linux's pni */
+    {"ssse3", 1, 0, ECX, 9, 0},
+    {"sse4_1", 1, 0, ECX, 19, 0},
+    {"sse4_2", 1, 0, ECX, 20, 0},
+    {"popcnt", 1, 0, ECX, 23, 0},
+    {"movbe", 1, 0, ECX, 22, 0},
+    {"avx", 1, 0, ECX, 28, XMM_YMM},
+    {"fma", 1, 0, ECX, 12, XMM_YMM},
+    {"f16c", 1, 0, ECX, 29, XMM_YMM},
+    {"bmi1", 7, 0, EBX, 3, 0},
+    {"avx2", 7, 0, EBX, 5, XMM_YMM},
+    {"bmi2", 7, 0, EBX, 8, 0},
+    {"avx_vnni", 7, 1, EAX, 4, XMM_YMM},
+    {"avx512f", 7, 0, EBX, 16, OPMASK_ZMM},
+    {"avx512dq", 7, 0, EBX, 17, OPMASK_ZMM},
+    {"avx512cd", 7, 0, EBX, 28, OPMASK_ZMM},
+    {"avx512bw", 7, 0, EBX, 30, OPMASK_ZMM},
+    {"avx512vl", 7, 0, EBX, 31, OPMASK_ZMM},
+    {"avx512vbmi", 7, 0, ECX, 1, OPMASK_ZMM},
+    {"avx512_vnni", 7, 0, ECX, 11, OPMASK_ZMM},
+    {"avx512_bf16", 7, 1, EAX, 5, OPMASK_ZMM},
+    {"avx512_fp16", 7, 0, EDX, 23, OPMASK_ZMM},
+    {"amx_bf16", 7, 0, EDX, 22, TILES},
+    {"amx_tile", 7, 0, EDX, 24, TILES},
+    {"amx_int8", 7, 0, EDX, 25, TILES},
+};
+
+static uint64_t saved_registers(void) {
+  uint32_t a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 27))) return 0; /* OSXSAVE */
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t)high << 32 | low;
+}
+
+bool pds_cpu_has(const char *name, size_t length) {
+  for (size_t i = 0; i < sizeof features / sizeof *features; i++) {
+    const cpu_feature *f = &features[i];
+    if (strlen(f->name) != length || memcmp(f->name, name, length) != 0) continue;
+    uint32_t r[4];
+    if (!__get_cpuid_count(f->leaf, f->subleaf, &r[EAX], &r[EBX], &r[ECX], &r[EDX])) return false;
+    return (r[f->reg] >> f->bit & 1) && (saved_registers() & f->xcr0) == f->xcr0;
+  }
+  return false;
+}
+
+#elif defined(__aarch64__) && defined(__linux__)
+
+bool pds_cpu_has(const char *name, size_t length) {
+  static const struct {
+    const char *name;
+    unsigned long bit; /* of AT_HWCAP (arch/arm64/include/uapi/asm/hwcap.h) */
+  } features[] = {{"fp", 1ul << 0},     {"asimd", 1ul << 1},   {"fphp", 1ul << 9},
+                  {"asimdhp", 1ul << 10}, {"asimddp", 1ul << 20}, {"sve", 1ul << 22}};
+  for (size_t i = 0; i < sizeof features / sizeof *features; i++)
+    if (strlen(features[i].name) == length && memcmp(features[i].name, name, length) == 0)
+      return (getauxval(AT_HWCAP) & features[i].bit) != 0;
+  return false;
+}
+
+#else
+
+bool pds_cpu_has(const char *name, size_t length) {
+  (void)name;
+  (void)length;
+  return false;
+}
+
+#endif
+
+const char *pds_cpu_missing(const char *names, size_t *out_length) {
+  while (*names) {
+    size_t length = strcspn(names, " ");
+    if (length && !pds_cpu_has(names, length)) {
+      *out_length = length;
+      return names;
+    }
+    names += length;
+    names += strspn(names, " ");
+  }
+  return NULL;
+}
+
+/* Reads a small text file without stdio, which would allocate. False if it cannot be read. */
+static bool read_text(const char *path, char *buffer, size_t size) {
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return false;
+  ssize_t n = read(fd, buffer, size - 1);
+  close(fd);
+  if (n <= 0) return false;
+  buffer[n] = 0;
+  return true;
+}
+
+/* Cores' worth of the quota in a cgroup v2 "cpu.max" text ("max 100000" or "150000 100000"); 0: unlimited. */
+static uint32_t quota_of(const char *text) {
+  char *rest;
+  long long quota = strtoll(text, &rest, 10);
+  if (rest == text || quota <= 0) return 0;
+  long long period = strtoll(rest, NULL, 10);
+  return period > 0 ? (uint32_t)((quota + period - 1) / period) : 0;
+}
+
+/* The tightest quota from this process's cgroup (v2) up to the root; 0: unlimited. */
+static uint32_t cgroup_quota(void) {
+  char self[1024], path[1100], text[64];
+  uint32_t tightest = 0;
+  if (!read_text("/proc/self/cgroup", self, sizeof self)) return 0;
+  char *group = strstr(self, "0::/");
+  if (!group) return 0;
+  group += 3;
+  group[strcspn(group, "\n")] = 0;
+  for (size_t n = strlen(group);;) {
+    static const char root[] = "/sys/fs/cgroup", leaf[] = "/cpu.max";
+    memcpy(path, root, sizeof root - 1);
+    memcpy(path + sizeof root - 1, group, n);
+    memcpy(path + sizeof root - 1 + n, leaf, sizeof leaf);
+    uint32_t quota = read_text(path, text, sizeof text) ? quota_of(text) : 0;
+    if (quota && (!tightest || quota < tightest)) tightest = quota;
+    if (n == 0) return tightest;
+    while (n > 0 && group[n - 1] != '/') n--;
+    if (n > 0) n--; /* the slash too */
+  }
+}
+
+uint32_t pds_cpu_usable_cores(void) {
+  uint32_t cores = 0;
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) cores = (uint32_t)CPU_COUNT(&set);
+#endif
+  if (cores == 0) {
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    cores = online > 0 ? (uint32_t)online : 1;
+  }
+  uint32_t quota = cgroup_quota();
+  return quota && quota < cores ? quota : cores;
+}

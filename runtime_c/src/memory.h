@@ -1,0 +1,79 @@
+/* memory.h: how much memory an engine and a session take, to the byte.
+ *
+ * The runtime takes anonymous memory by mmap alone, through pds_map_anon(), in exactly these pieces; the
+ * formulas are mirrored by compiler/passes/plan_memory.py, and a test with an interposed allocator compares them.
+ *
+ *   r64(x)   = x rounded up to 64            grain(x) = x rounded up to PDS_GRAIN
+ *
+ *   engine(threads)  = grain( PDS_ENGINE_HEADER + PDS_POOL_BYTES + threads * PDS_WORKER_BYTES
+ *                             + r64(8 * n_files) + r64(program_bytes) + threads * thread_scratch_bytes )
+ *                      + (threads - 1) * PDS_STACK_BYTES                                        one mmap
+ *
+ *   session(max_seqs, kv_tokens) = grain( PDS_SESSION_HEADER + r64(scratch_bytes) + tables
+ *                                         + kv_blocks * kv_block_bytes )                        one mmap
+ *     seq_blocks = ceil(max_context / kv_block)           kv_blocks = ceil(kv_tokens / kv_block)
+ *     tables     = r64(4 * max_seqs * seq_blocks) + 2 * r64(4 * max_seqs) + 2 * r64(4 * kv_blocks)
+ *                  + r64(4 * max_logits)
+ *
+ *   weights = the bytes of each weight file (read-only file mappings, one per file)
+ */
+#ifndef PDS_MEMORY_H
+#define PDS_MEMORY_H
+
+#include <stdint.h>
+
+#include "plan_desc.h"
+
+#define PDS_GRAIN 65536u         /* a multiple of every page size that Linux uses */
+#define PDS_ENGINE_HEADER 16384u /* struct pds_engine, checked by a static assertion */
+#define PDS_SESSION_HEADER 8192u /* struct pds_session */
+#define PDS_POOL_BYTES 1024u     /* struct pds_pool */
+#define PDS_WORKER_BYTES 256u    /* one worker's control block */
+#define PDS_STACK_BYTES 589824u  /* one worker's stack: PDS_STACK_GUARD without access, then 512 KiB */
+#define PDS_STACK_GUARD 65536u
+#define PDS_MAX_THREADS 1024u
+#define PDS_MAX_SEQS 65536u
+
+static inline uint64_t pds_round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
+
+/* Offsets within an engine's arena. */
+typedef struct pds_engine_layout {
+  uint64_t pool, workers, files, program, scratch, stacks, total;
+} pds_engine_layout;
+
+static inline pds_engine_layout pds_layout_engine(const pds_plan *plan, uint32_t threads) {
+  pds_engine_layout at;
+  at.pool = PDS_ENGINE_HEADER;
+  at.workers = at.pool + PDS_POOL_BYTES;
+  at.files = at.workers + (uint64_t)threads * PDS_WORKER_BYTES;
+  at.program = at.files + pds_round_up(8 * (uint64_t)plan->n_files, 64);
+  at.scratch = at.program + pds_round_up(plan->program_bytes, 64);
+  at.stacks = pds_round_up(at.scratch + threads * plan->thread_scratch_bytes, PDS_GRAIN);
+  at.total = at.stacks + (uint64_t)(threads - 1) * PDS_STACK_BYTES;
+  return at;
+}
+
+/* Offsets within a session's arena. */
+typedef struct pds_session_layout {
+  uint32_t seq_blocks, kv_blocks;
+  uint64_t scratch, table, length, pending, refs, free_list, logit_rows, kv, total;
+} pds_session_layout;
+
+static inline pds_session_layout pds_layout_session(const pds_plan *plan, uint32_t max_seqs,
+                                                    uint32_t kv_tokens) {
+  pds_session_layout at;
+  at.seq_blocks = (uint32_t)(pds_round_up(plan->max_context, plan->kv_block) / plan->kv_block);
+  at.kv_blocks = (uint32_t)(pds_round_up(kv_tokens, plan->kv_block) / plan->kv_block);
+  at.scratch = PDS_SESSION_HEADER;
+  at.table = at.scratch + pds_round_up(plan->scratch_bytes, 64);
+  at.length = at.table + pds_round_up(4 * (uint64_t)max_seqs * at.seq_blocks, 64);
+  at.pending = at.length + pds_round_up(4 * (uint64_t)max_seqs, 64);
+  at.refs = at.pending + pds_round_up(4 * (uint64_t)max_seqs, 64);
+  at.free_list = at.refs + pds_round_up(4 * (uint64_t)at.kv_blocks, 64);
+  at.logit_rows = at.free_list + pds_round_up(4 * (uint64_t)at.kv_blocks, 64);
+  at.kv = at.logit_rows + pds_round_up(4 * (uint64_t)plan->max_logits, 64);
+  at.total = pds_round_up(at.kv + at.kv_blocks * plan->kv_block_bytes, PDS_GRAIN);
+  return at;
+}
+
+#endif

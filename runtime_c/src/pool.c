@@ -1,0 +1,181 @@
+/* pool.c: worker threads that claim the items of a job one by one.
+ *
+ * A job is published as one 64-bit word, items << 32 | next item. A claim is one fetch_add on it, whose result
+ * says by itself whether the claim is good (next < items), so a worker that wakes late can neither run an item
+ * of a finished job nor hold up a new one: whoever holds a good claim keeps that job's fn and ctx in place, as
+ * the job cannot end before the claim is done. */
+#define _GNU_SOURCE
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "cpu.h"
+#include "memory.h"
+
+/* Turns of the spin loop before the core is offered to others, so that one core, or more threads than cores,
+ * still make progress: about 20 microseconds of pause instructions. */
+enum { SPINS = 512 };
+
+typedef struct worker {
+  pds_pool *pool;
+  pthread_t thread;
+  uint32_t index;
+} worker;
+
+struct pds_pool {
+  /* Sleeping and the queue of steps. */
+  pthread_mutex_t mutex;
+  pthread_cond_t wake; /* workers: open or quit changed */
+  pthread_cond_t turn; /* callers of pds_pool_open: `serving` changed */
+  uint64_t next_ticket, serving;
+  bool quit;
+  uint32_t threads;
+  worker *workers;
+  _Alignas(64) _Atomic bool open;
+  /* The running job, each on its own cache line: claims and completions are the busy words. */
+  _Alignas(64) _Atomic uint64_t job; /* items << 32 | next item */
+  pds_job_fn fn;
+  void *ctx;
+  _Alignas(64) _Atomic uint32_t done;
+};
+
+_Static_assert(sizeof(struct pds_pool) <= PDS_POOL_BYTES, "PDS_POOL_BYTES");
+_Static_assert(sizeof(worker) <= PDS_WORKER_BYTES, "PDS_WORKER_BYTES");
+
+uint32_t pds_pool_threads(const pds_pool *pool) { return pool->threads; }
+
+static void spin(uint32_t *turns) {
+  if (++*turns < SPINS) pds_cpu_relax();
+  else sched_yield();
+}
+
+/* Claims and runs items until none is left. False if there was none. */
+static bool drain(pds_pool *pool, uint32_t index) {
+  uint32_t ran = 0;
+  for (;;) {
+    uint64_t job = atomic_load_explicit(&pool->job, memory_order_relaxed);
+    if ((uint32_t)job >= job >> 32) break;
+    job = atomic_fetch_add_explicit(&pool->job, 1, memory_order_acq_rel);
+    if ((uint32_t)job >= job >> 32) break;
+    pool->fn(pool->ctx, (uint32_t)job, index);
+    atomic_fetch_add_explicit(&pool->done, 1, memory_order_release);
+    ran++;
+  }
+  return ran > 0;
+}
+
+void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items) {
+  if (pool->threads == 1 || items <= 1) {
+    for (uint32_t item = 0; item < items; item++) fn(ctx, item, 0);
+    return;
+  }
+  pool->fn = fn;
+  pool->ctx = ctx;
+  atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
+  atomic_store_explicit(&pool->job, (uint64_t)items << 32, memory_order_release);
+  drain(pool, 0);
+  uint32_t turns = 0;
+  while (atomic_load_explicit(&pool->done, memory_order_acquire) != items) spin(&turns);
+}
+
+static void *worker_main(void *argument) {
+  worker *self = argument;
+  pds_pool *pool = self->pool;
+  pds_fp_default();
+  for (;;) {
+    pthread_mutex_lock(&pool->mutex);
+    while (!pool->quit && !atomic_load_explicit(&pool->open, memory_order_relaxed))
+      pthread_cond_wait(&pool->wake, &pool->mutex);
+    bool quit = pool->quit;
+    pthread_mutex_unlock(&pool->mutex);
+    if (quit) return NULL;
+    uint32_t turns = 0;
+    while (atomic_load_explicit(&pool->open, memory_order_relaxed)) {
+      if (drain(pool, self->index)) turns = 0;
+      else spin(&turns);
+    }
+  }
+}
+
+/* Starts worker `index` on its stack, with all signals blocked so that they go to the program's own threads. */
+static int start_worker(worker *self, unsigned char *stack) {
+  if (mprotect(stack, PDS_STACK_GUARD, PROT_NONE) != 0) return 1;
+  pthread_attr_t attr;
+  if (pthread_attr_init(&attr) != 0) return 1;
+  int error =
+      pthread_attr_setstack(&attr, stack + PDS_STACK_GUARD, PDS_STACK_BYTES - PDS_STACK_GUARD);
+  if (!error) {
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    error = pthread_create(&self->thread, &attr, worker_main, self);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+  }
+  pthread_attr_destroy(&attr);
+#if defined(__linux__)
+  if (!error) pthread_setname_np(self->thread, "pdscope");
+#endif
+  return error;
+}
+
+pds_status pds_pool_create(void *memory, void *workers, unsigned char *stacks, uint32_t threads) {
+  pds_pool *pool = memory;
+  pool->threads = threads;
+  pool->workers = NULL;
+  pthread_mutex_init(&pool->mutex, NULL);
+  pthread_cond_init(&pool->wake, NULL);
+  pthread_cond_init(&pool->turn, NULL);
+  for (uint32_t i = 1; i < threads; i++) {
+    /* Control blocks are PDS_WORKER_BYTES apart: two workers never share a cache line. */
+    worker *self = (worker *)((unsigned char *)workers + (size_t)i * PDS_WORKER_BYTES);
+    self->pool = pool;
+    self->index = i;
+    int error = start_worker(self, stacks + (size_t)(i - 1) * PDS_STACK_BYTES);
+    if (error) {
+      pool->workers = workers;
+      pool->threads = i;
+      pds_pool_destroy(pool);
+      return pds_fail(PDS_ERR_THREAD, "worker %u of %u could not be started: %s; ask for fewer threads",
+                      i, threads, strerror(error));
+    }
+  }
+  pool->workers = workers;
+  return PDS_OK;
+}
+
+void pds_pool_destroy(pds_pool *pool) {
+  pthread_mutex_lock(&pool->mutex);
+  pool->quit = true;
+  pthread_cond_broadcast(&pool->wake);
+  pthread_mutex_unlock(&pool->mutex);
+  for (uint32_t i = 1; i < pool->threads; i++) {
+    worker *w = (worker *)((unsigned char *)pool->workers + (size_t)i * PDS_WORKER_BYTES);
+    pthread_join(w->thread, NULL);
+  }
+  pthread_cond_destroy(&pool->turn);
+  pthread_cond_destroy(&pool->wake);
+  pthread_mutex_destroy(&pool->mutex);
+}
+
+void pds_pool_open(pds_pool *pool) {
+  pthread_mutex_lock(&pool->mutex);
+  uint64_t ticket = pool->next_ticket++;
+  while (pool->serving != ticket) pthread_cond_wait(&pool->turn, &pool->mutex);
+  atomic_store_explicit(&pool->open, true, memory_order_relaxed);
+  if (pool->threads > 1) pthread_cond_broadcast(&pool->wake);
+  pthread_mutex_unlock(&pool->mutex);
+}
+
+void pds_pool_close(pds_pool *pool) {
+  pthread_mutex_lock(&pool->mutex);
+  atomic_store_explicit(&pool->open, false, memory_order_relaxed);
+  pool->serving++;
+  pthread_cond_broadcast(&pool->turn);
+  pthread_mutex_unlock(&pool->mutex);
+}
