@@ -1,0 +1,233 @@
+"""Plan every byte that a load takes: session scratch, worker scratch, KV blocks, arenas, weight maps.
+
+The one place that knows the sizes of buffers: the runtime takes their offsets from the emitted plan, and
+memory.json prints the same numbers. The arena formulas and constants mirror runtime_c/src/memory.h, and
+tests/unit/test_memory_exact.py compares the table with what an interposed mmap sees.
+May import pdscope.compiler.{lowered,passmanager}.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pdscope.compiler.lowered import (
+    K_ALIGN,
+    KV_BLOCK,
+    PANEL,
+    Attention,
+    LoweredModel,
+    ceil_to,
+)
+from pdscope.compiler.passmanager import Workspace
+
+# runtime_c/src/memory.h
+GRAIN = 65536
+ENGINE_HEADER = 16384
+SESSION_HEADER = 8192
+POOL_BYTES = 1024
+WORKER_BYTES = 256
+STACK_BYTES = 589824
+
+BATCH_ROWS = 16  # steps of at most this many rows split attention over the context
+KV_SPLIT = 512  # context tokens of one split
+LOGITS_BYTES = 64 << 20  # aim for the logits buffer
+HOLE_BYTES = 12  # struct pds_hole of step.h
+CACHE_LINE = 64
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One scratch buffer of a session (enum pds_buffer of plan_desc.h)."""
+
+    name: str
+    bytes: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    max_rows: int
+    max_logits: int
+    kv_block: int
+    kv_split: int
+    max_context: int
+    buffers: tuple[Buffer, ...]
+    scratch_bytes: int
+    thread_scratch_bytes: int
+    kv_block_bytes: int
+    weight_files: tuple[tuple[str, int], ...]
+    program_bytes: int = 0
+
+    def with_programs(self, program_bytes: int) -> "MemoryPlan":
+        return replace(self, program_bytes=program_bytes)
+
+    def engine_bytes(self, threads: int) -> int:
+        """One mapping: control blocks, programs, worker scratch, stacks (pds_layout_engine)."""
+        fixed = ENGINE_HEADER + POOL_BYTES + ceil_to(8 * len(self.weight_files), CACHE_LINE)
+        per_worker = WORKER_BYTES + self.thread_scratch_bytes
+        arena = fixed + ceil_to(self.program_bytes, CACHE_LINE) + threads * per_worker
+        return ceil_to(arena, GRAIN) + (threads - 1) * STACK_BYTES
+
+    def session_bytes(self, max_seqs: int = 1, kv_tokens: int = 0) -> int:
+        """One mapping: scratch, tables, KV (pds_layout_session). kv_tokens 0: max_context."""
+        blocks = ceil_to(kv_tokens or self.max_context, self.kv_block) // self.kv_block
+        seq_blocks = ceil_to(self.max_context, self.kv_block) // self.kv_block
+        tables = (
+            ceil_to(4 * max_seqs * seq_blocks, CACHE_LINE)
+            + 2 * ceil_to(4 * max_seqs, CACHE_LINE)
+            + 2 * ceil_to(4 * blocks, CACHE_LINE)
+            + ceil_to(4 * self.max_logits, CACHE_LINE)
+        )
+        scratch = ceil_to(self.scratch_bytes, CACHE_LINE)
+        return ceil_to(SESSION_HEADER + scratch + tables + blocks * self.kv_block_bytes, GRAIN)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(size for _, size in self.weight_files)
+
+    def summary(self) -> dict[str, int]:
+        """The `memory` entry of plan.json."""
+        return {
+            "weights": self.weight_bytes,
+            "engine_1_thread": self.engine_bytes(1),
+            "engine_per_thread": self.engine_bytes(2) - self.engine_bytes(1),
+            "session": self.session_bytes(),
+            "kv_per_token": self.kv_block_bytes // self.kv_block,
+        }
+
+    def table(self) -> dict[str, Any]:
+        """memory.json: what a load allocates, piece by piece, for `threads` workers and one session."""
+        return {
+            "weights": [{"file": path, "bytes": size} for path, size in self.weight_files],
+            "weight_bytes": self.weight_bytes,
+            "engine": {
+                "header_bytes": ENGINE_HEADER + POOL_BYTES,
+                "program_bytes": self.program_bytes,
+                "worker_control_bytes": WORKER_BYTES,
+                "worker_scratch_bytes": self.thread_scratch_bytes,
+                "worker_stack_bytes": STACK_BYTES,
+                "grain_bytes": GRAIN,
+                "total_bytes_by_threads": {str(n): self.engine_bytes(n) for n in (1, 2, 4, 8, 16, 32, 64)},
+            },
+            "session": {
+                "header_bytes": SESSION_HEADER,
+                "scratch_bytes": self.scratch_bytes,
+                "buffers": [vars(b) for b in self.buffers],
+                "kv_block_tokens": self.kv_block,
+                "kv_block_bytes": self.kv_block_bytes,
+                "kv_blocks": ceil_to(self.max_context, self.kv_block) // self.kv_block,
+                "total_bytes": self.session_bytes(),
+            },
+            "max_context": self.max_context,
+            "max_rows": self.max_rows,
+            "max_logits": self.max_logits,
+        }
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """Option: rows of the largest step (prefill chunk)."""
+
+    max_rows: int
+
+    def run(self, model: LoweredModel) -> MemoryPlan:
+        rows = min(self.max_rows, model.max_context)
+        logits = min(rows, max(BATCH_ROWS, LOGITS_BYTES // (4 * model.vocab)))
+        buffers, offset = [], 0
+        for b in _buffers(model, rows, logits):
+            buffers.append(replace(b, offset=offset))
+            offset += ceil_to(b.bytes, CACHE_LINE)
+        return MemoryPlan(
+            max_rows=rows,
+            max_logits=logits,
+            kv_block=KV_BLOCK,
+            kv_split=KV_SPLIT,
+            max_context=model.max_context,
+            buffers=tuple(buffers),
+            scratch_bytes=offset,
+            thread_scratch_bytes=_thread_scratch(model),
+            kv_block_bytes=sum(_kv_layer(x.attn, model.act_bytes) for x in model.layers),
+            weight_files=tuple((f.path, f.bytes) for f in model.files),
+        )
+
+
+@dataclass(frozen=True)
+class WriteMemory:
+    memory: MemoryPlan
+
+    name = "plan-memory"
+    reads = ()
+
+    def inputs(self) -> Mapping[str, str]:
+        return {"table": json.dumps(self.memory.table())}
+
+    def run(self, workspace: Workspace) -> Mapping[str, str | None]:
+        text = json.dumps(self.memory.table(), indent=2) + "\n"
+        return {workspace.write("memory.json", text): None}
+
+
+def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
+    """Sizes as plan_desc.h states them, buffer by buffer, in the order of enum pds_buffer."""
+    act = model.act_bytes
+    attn = [x.attn for x in model.layers]
+    gates = [x.gate.attrs for x in model.layers if x.gate]
+    mla = [a for a in attn if a.kind == "mla"]
+    splits = ceil_to(model.max_context, KV_SPLIT) // KV_SPLIT
+    few = min(rows, BATCH_ROWS)
+    hidden = ceil_to(model.hidden, K_ALIGN)
+    top_k = max((g.top_k for g in gates), default=0)
+    experts = max((g.experts for g in gates), default=0)
+    ropes = len({a.rope.inv_freq for a in attn})
+    routed = [x.experts.inter for x in model.layers if x.experts]
+    shared = [x.shared.inter for x in model.layers if x.shared]
+    dense = [x.dense.inter for x in model.layers if x.dense]
+
+    def most(values: list[int], unit: int = 1) -> int:
+        return max((ceil_to(v, unit) for v in values), default=0)
+
+    mid = max(rows * top_k * most(routed, K_ALIGN), rows * most(dense, K_ALIGN))
+    return [
+        Buffer("HID", 4 * rows * hidden),
+        Buffer("XN", 4 * rows * hidden),
+        Buffer("XACT", act * rows * hidden),
+        Buffer("ROPE", 4 * ropes * rows * most([a.rope.dim for a in attn])),
+        Buffer("QKV", 4 * rows * most([a.in_proj.n for a in attn], PANEL)),
+        Buffer("QACT", act * rows * most([a.q_lora for a in mla], K_ALIGN)),
+        Buffer("Q", 4 * rows * max(a.heads * ceil_to(_qk(a), PANEL) for a in attn)),
+        Buffer("QHEAD", act * rows * most([a.heads * ceil_to(a.nope_dim, K_ALIGN) for a in mla])),
+        Buffer("CTX", 4 * rows * max(a.heads * ceil_to(_v(a), PANEL) for a in attn)),
+        Buffer("CTXACT", act * rows * most([a.heads * ceil_to(a.kv_lora, K_ALIGN) for a in mla])),
+        Buffer("OACT", act * rows * most([a.heads * a.v_dim for a in attn], K_ALIGN)),
+        Buffer("PARTIAL", 4 * few * splits * max(a.heads * (ceil_to(_v(a), PANEL) + PANEL) for a in attn)),
+        Buffer("GATE", 4 * rows * ceil_to(experts, PANEL)),
+        Buffer("ROUTE_ID", 4 * rows * top_k),
+        Buffer("ROUTE_W", 4 * rows * top_k),
+        Buffer("EXPERT_ROWS", 4 * rows * top_k),
+        Buffer("HOLES", HOLE_BYTES * min(experts, rows * top_k)),
+        Buffer("MID", act * mid),
+        Buffer("MID_SHARED", act * rows * most(shared, K_ALIGN)),
+        Buffer("EXPERT_OUT", 4 * rows * top_k * hidden),
+        Buffer("SHARED_OUT", 4 * rows * hidden if shared else 0),
+        Buffer("LOGITS", 4 * logits * model.vocab),
+    ]
+
+
+def _qk(a: Attention) -> int:
+    """Width of a query head as attention reads it: MLA attends in the latent space."""
+    return a.kv_lora + a.rope.dim if a.kind == "mla" else a.qk_dim
+
+
+def _v(a: Attention) -> int:
+    return a.kv_lora if a.kind == "mla" else a.v_dim
+
+
+def _kv_layer(a: Attention, act: int) -> int:
+    """Bytes of one layer in one KV block (runtime_c/src/kv_layout.h)."""
+    if a.kind == "mla":
+        return act * KV_BLOCK * ceil_to(_qk(a), PANEL)
+    return act * KV_BLOCK * a.kv_heads * (ceil_to(a.qk_dim, PANEL) + ceil_to(a.v_dim, PANEL))
+
+
+def _thread_scratch(model: LoweredModel) -> int:
+    return 0

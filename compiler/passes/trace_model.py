@@ -1,0 +1,53 @@
+"""The first passes: trace the model into graph.txt, and check that its leaf modules compute what the ops mean.
+
+May import pdscope.{models,ir}, pdscope.compiler.{trace,passmanager}; loads torch and transformers when it runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from pdscope.compiler.passmanager import Workspace
+from pdscope.compiler.trace import check_leaf_semantics
+from pdscope.ir.graph_text import print_graph
+
+if TYPE_CHECKING:
+    from pdscope.compiler.driver import Model
+
+
+def _libraries() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "transformers")}
+
+
+@dataclass(frozen=True)
+class TraceModel:
+    source: "Model"
+    config_sha256: str
+
+    name = "trace"
+    reads = ()
+
+    def inputs(self) -> Mapping[str, str]:
+        return {"config": self.config_sha256, **_libraries()}
+
+    def run(self, workspace: Workspace) -> Mapping[str, str | None]:
+        return {workspace.write("graph.txt", print_graph(self.source.traced.graph)): None}
+
+
+@dataclass(frozen=True)
+class CheckSemantics:
+    """Runs a scaled-down random model of this configuration in transformers and as our graph; they must agree."""
+
+    source: "Model"
+    config_sha256: str
+
+    name = "check-semantics"
+    reads = ("graph.txt",)
+
+    def inputs(self) -> Mapping[str, str]:
+        return {"config": self.config_sha256, **_libraries()}
+
+    def run(self, workspace: Workspace) -> Mapping[str, str | None]:
+        check_leaf_semantics(self.source.traced.config)
+        return {}

@@ -1,0 +1,219 @@
+"""Run passes over a workspace, keep what they wrote, and skip a pass whose inputs have not changed.
+
+A workspace holds `plan/`, which becomes the plan directory and which passes read and write, and
+`passes/NAME.json`, a record (key, files, sizes, SHA-256) written after each pass; a killed compile therefore
+resumes with the first pass that has no record. May import the standard library and pdscope.{errors,config}.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pdscope import config
+from pdscope.errors import BudgetError, PlanError
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What became of one pass: `cached` when its outputs were already there."""
+
+    name: str
+    cached: bool
+    seconds: float
+    files: Mapping[str, FileRecord]
+
+
+class Pass(Protocol):
+    """A step of the compiler: a frozen dataclass whose fields are its options, with a kebab-case name."""
+
+    @property
+    def name(self) -> str: ...
+
+    def inputs(self) -> Mapping[str, str]:
+        """Everything besides the files of `reads` that decides the result, as text."""
+
+    @property
+    def reads(self) -> Sequence[str]: ...
+
+    def run(self, workspace: "Workspace") -> Mapping[str, str | None]:
+        """Do the work; return the relative paths written, each with its SHA-256 where that is known."""
+
+
+@dataclass
+class Workspace:
+    """Where one compile works. Files are written aside and renamed, so a present file is a whole file."""
+
+    root: Path
+    records: dict[str, PassResult] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan"
+
+    def path(self, relative: str) -> Path:
+        return self.plan / relative
+
+    def record_path(self, name: str) -> Path:
+        return self.root / "passes" / f"{name}.json"
+
+    def read_text(self, relative: str) -> str:
+        return self.path(relative).read_text(encoding="utf-8")
+
+    def write(self, relative: str, data: str | bytes) -> str:
+        with writing(self.path(relative)) as path:
+            path.write_bytes(data.encode() if isinstance(data, str) else data)
+        return relative
+
+    def sha256(self, relative: str) -> str:
+        for result in self.records.values():
+            if relative in result.files:
+                return result.files[relative].sha256
+        return sha256_file(self.path(relative))
+
+    def files(self) -> dict[str, FileRecord]:
+        """Every file that a pass wrote, by relative path, sorted."""
+        found = {p: f for r in self.records.values() for p, f in r.files.items()}
+        return dict(sorted(found.items()))
+
+
+@dataclass
+class PassManager:
+    """Runs passes one by one. `code` identifies the compiler itself: another version's records are not used."""
+
+    workspace: Workspace
+    code: str
+    after: Callable[[PassResult], None] = lambda _: None
+
+    def run(self, step: Pass) -> PassResult:
+        ws = self.workspace
+        began = time.perf_counter()
+        key = self._key(step)
+        result = self._recorded(step, key)
+        if result is None:
+            written = step.run(ws)
+            files = {
+                p: FileRecord(ws.path(p).stat().st_size, known or sha256_file(ws.path(p)))
+                for p, known in written.items()
+            }
+            result = PassResult(step.name, False, time.perf_counter() - began, files)
+            record = {"key": key, "files": {p: vars(f) for p, f in files.items()}}
+            with writing(ws.record_path(step.name)) as path:
+                path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        ws.records[step.name] = result
+        self._dump(step)
+        self.after(result)
+        return result
+
+    def _key(self, step: Pass) -> str:
+        reads = {p: self.workspace.sha256(p) for p in step.reads}
+        text = json.dumps([self.code, step.name, dict(step.inputs()), reads], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _recorded(self, step: Pass, key: str) -> PassResult | None:
+        """The record of an earlier run, if its key fits and its files are still whole."""
+        path = self.workspace.record_path(step.name)
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["key"] != key:
+                return None
+            files = {p: FileRecord(**f) for p, f in record["files"].items()}
+            if any(self.workspace.path(p).stat().st_size != f.bytes for p, f in files.items()):
+                return None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return PassResult(step.name, True, 0.0, files)
+
+    def _dump(self, step: Pass) -> None:
+        """PDSCOPE_DUMP: the text files of this pass as NNN_pass.plan; PDSCOPE_DEBUG=2: times."""
+        result = self.workspace.records[step.name]
+        if config.debug_level() >= 2:
+            state = "cached" if result.cached else f"{result.seconds:.3f} s"
+            print(f"pdscope: {step.name}: {state}", file=sys.stderr)
+        wanted = [p for p in result.files if p.endswith((".plan", ".txt", ".json", ".c"))]
+        if config.debug_level() >= 4:
+            for p in wanted:
+                if p.endswith(".c") or config.debug_level() >= 5:
+                    print(f"--- {p}\n{self.workspace.read_text(p)}", file=sys.stderr)
+        directory = config.dump_dir()
+        if directory is None or not wanted:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        index = len(self.workspace.records)
+        text = "".join(f"// {p}\n{self.workspace.read_text(p)}\n" for p in wanted)
+        (directory / f"{index:03d}_{step.name}.plan").write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[Path]:
+    """Yields a path beside `target` to write to; on success it is renamed to `target`."""
+    aside = target.with_name(target.name + ".part")
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield aside
+        os.replace(aside, target)
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def disk_errors(target: Path) -> Iterator[None]:
+    """Turn a full disk or a file-size limit into one clear error."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason = "the file size limit" if e.errno == errno.EFBIG else "the disk is full"
+            raise BudgetError(
+                f"{target}: cannot be written: {reason}; free some space or choose another "
+                "output, then run the same command again: finished passes are kept"
+            ) from e
+        raise
+
+
+def publish(workspace: Workspace, out: Path, replace: bool) -> None:
+    """Make the finished workspace the plan: flush everything, then rename. `replace` swaps an old plan out."""
+    for directory, _, names in os.walk(workspace.plan):
+        for name in names:
+            _fsync(Path(directory) / name)
+        _fsync(Path(directory))
+    old = None
+    if out.exists():
+        if replace and (out / "plan.json").exists():
+            old = out.with_name(f".{out.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(out, old)
+        elif any(out.iterdir()):
+            raise PlanError(f"{out}: is not empty; choose another directory")
+        else:
+            out.rmdir()
+    os.rename(workspace.plan, out)
+    _fsync(out.parent)
+    shutil.rmtree(workspace.root, ignore_errors=True)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,126 @@
+"""pdscope-compile: a model directory in, a plan directory out."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pdscope.cli._common import command
+
+if TYPE_CHECKING:
+    from pdscope.compiler.driver import CompileResult
+
+
+@command("pdscope-compile")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan directory to create.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "fp32", "bf16"]),
+    default="auto",
+    show_default=True,
+    help="Packed weights, GEMM inputs and KV cache. auto keeps what the checkpoint holds.",
+)
+@click.option(
+    "--load-format",
+    type=click.Choice(["auto", "dummy"]),
+    default="auto",
+    show_default=True,
+    help="dummy: seeded random weights, for a config.json without weights.",
+)
+@click.option(
+    "--max-context",
+    type=click.IntRange(min=1),
+    help="Tokens a sequence may hold; sizes the KV cache. Default: the model's, at most 32768.",
+)
+@click.option(
+    "--max-rows",
+    type=click.IntRange(1, 65536),
+    default=512,
+    show_default=True,
+    help="Rows of the largest step: longer prompts are prefilled in chunks of this many tokens.",
+)
+@click.option(
+    "--target",
+    default="native",
+    show_default=True,
+    help="CPU to build for: native (this one), any (all kernel paths of this architecture, chosen at load), "
+    "a name (x86_64_v3, zen4, sapphirerapids, ...) or features (avx2,fma,f16c).",
+)
+@click.option("--check-weights", is_flag=True, help="Refuse weights that hold NaN or infinity.")
+@click.option("--dry-run", is_flag=True, help="Trace, schedule and print the memory table; write nothing.")
+@click.option("--force", is_flag=True, help="Replace the plan that OUTPUT already holds.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the summary.")
+def main(model: Path, output: Path | None, as_json: bool, **options: Any) -> None:
+    """Compile a Mixture-of-Experts model into a plan directory.
+
+    MODEL is a Hugging Face model directory: config.json, *.safetensors and, for text, tokenizer.json. The plan
+    holds the packed weights, the per-layer programs (as text and as the binary that runs) and a small C runtime
+    built for this machine.
+
+    \b
+    pdscope-compile Qwen3-30B-A3B -o qwen3.plan
+    pdscope-compile Mixtral-8x7B -o mixtral.plan --dtype bf16 --max-context 8192
+    pdscope-compile config.json --load-format dummy --dry-run      # how much memory would it take?
+
+    Next: pdscope-inspect PLAN to read it, pdscope-run PLAN to run it.
+    """
+    if output is None and not options["dry_run"]:
+        raise click.UsageError("Missing option '-o' / '--output' (or --dry-run).")
+    from pdscope.cli.progress import CompileProgress
+    from pdscope.compiler.driver import compile_model
+
+    with CompileProgress(quiet=as_json) as progress:
+        result = compile_model(
+            model, output, progress=progress, after_pass=progress.finished_pass, **options
+        )
+    if as_json:
+        click.echo(json.dumps(_report(result), indent=2))
+    else:
+        _print_summary(result)
+
+
+def _report(result: "CompileResult") -> dict[str, Any]:
+    from pdscope.compiler.driver import pass_summary
+
+    return {
+        "plan": None if result.plan is None else str(result.plan),
+        "manifest": result.manifest,
+        "memory": result.memory,
+        "passes": pass_summary(result.passes),
+        "notes": list(result.notes),
+    }
+
+
+def _print_summary(result: "CompileResult") -> None:
+    from pdscope.cli.format import human_bytes, pairs
+
+    m = result.manifest
+    model, memory = m["model"], m["memory"]
+    experts = m["placement"]["experts"]
+    moe = f"{model['moe_layers']} MoE layers, {model['experts']} experts, top-{model['top_k']}"
+    rows = [
+        ("model", f"{model['architecture']}, {model['parameters'] / 1e9:.2f} B parameters, {m['dtype']}"),
+        ("layers", f"{model['layers']} ({moe})"),
+        ("runs where", f"{experts['cpu']} experts, attention, gates and KV cache on the CPU; no GPU used"),
+        ("kernel paths", f"{', '.join(m['target']['isa'])} (target {m['target']['name']})"),
+        ("programs", f"{m['programs']['count']} with {m['programs']['instructions']} instructions"),
+        ("weights", f"{human_bytes(memory['weights'])} in {len(result.memory['weights'])} files"),
+        (
+            "memory",
+            f"{human_bytes(memory['session'])} a session of {m['max_context']} tokens "
+            f"({human_bytes(memory['kv_per_token'])} of KV a token), "
+            f"{human_bytes(memory['engine_1_thread'])} an engine",
+        ),
+    ]
+    if result.plan is None:
+        rows.append(("dry run", "nothing was written; --json prints the whole memory table"))
+    else:
+        rows.append(("plan hash", m["plan_hash"][:16]))
+        rows.append(("plan", str(result.plan)))
+    click.echo(pairs(rows))
+    for note in result.notes:
+        click.echo(f"note: {note}")
+    if result.plan is not None:
+        click.echo(f"\nread it: pdscope-inspect {result.plan}\nrun it:  pdscope-run {result.plan} --prompt '...'")

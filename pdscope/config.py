@@ -1,0 +1,40 @@
+"""Every environment variable that PDScope reads, once. Imports nothing of ours."""
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """PDSCOPE_CACHE: where compiled objects and pass results are kept. Default: $XDG_CACHE_HOME/pdscope."""
+    if value := os.environ.get("PDSCOPE_CACHE"):
+        return Path(value)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "pdscope"
+
+
+def c_compiler() -> str | None:
+    """PDSCOPE_CC, then CC: the C compiler command, split like a shell would."""
+    return os.environ.get("PDSCOPE_CC") or os.environ.get("CC") or None
+
+
+def forced_isa() -> str | None:
+    """PDSCOPE_ISA: the kernel path to use (scalar, avx2, avx512, avx512bf16); an unknown name is an error."""
+    return os.environ.get("PDSCOPE_ISA") or None
+
+
+def threads() -> int:
+    """PDSCOPE_THREADS: workers of an engine; 0 or unset: one per usable core."""
+    value = os.environ.get("PDSCOPE_THREADS", "0")
+    return int(value) if value.isdigit() else 0
+
+
+def dump_dir() -> Path | None:
+    """PDSCOPE_DUMP: directory that receives NNN_pass.plan after every compiler pass."""
+    value = os.environ.get("PDSCOPE_DUMP")
+    return Path(value) if value else None
+
+
+def debug_level() -> int:
+    """PDSCOPE_DEBUG: 1 summary, 2 timings, 3 decisions and costs, 4 generated C, 5 IR per pass, 6 instruction trace."""
+    value = os.environ.get("PDSCOPE_DEBUG", "0")
+    return int(value) if value.isdigit() else 0

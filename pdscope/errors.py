@@ -1,0 +1,32 @@
+"""Every error that PDScope raises on purpose: one line that names the cause and the remedy. Imports nothing of ours.
+
+The commands print such an error as one line and exit with 1; anything else that escapes is a defect.
+"""
+
+
+class PdscopeError(Exception):
+    """Base of all of PDScope's own errors."""
+
+
+class ModelError(PdscopeError):
+    """The model directory is incomplete, inconsistent, damaged, or of an unsupported kind."""
+
+
+class PlanError(PdscopeError):
+    """A plan directory is missing, cut short, edited, or of another version; or a program breaks a rule."""
+
+
+class TargetError(PdscopeError):
+    """The CPU, the C compiler or the operating system cannot do what was asked."""
+
+
+class BudgetError(PdscopeError):
+    """A limit was exceeded: context length, KV capacity, rows of a step, memory, disk."""
+
+
+class InputError(PdscopeError):
+    """What the caller passed cannot be used: prompt, token id, option, sampling parameter."""
+
+
+class Cancelled(PdscopeError):
+    """Generation was stopped by cancel() from another thread."""

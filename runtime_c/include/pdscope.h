@@ -1,0 +1,202 @@
+/* pdscope.h: the public C interface of a PDScope plan library (lib/libpdscope.so inside a plan directory).
+ *
+ * Rules that hold for every function here:
+ *   - Nothing prints, exits or aborts. Each returns a pds_status; results come last, as out_* parameters.
+ *   - On failure the out_* parameters are left as they were, unless the comment says otherwise.
+ *   - pds_last_error() gives the text of the calling thread's last failure.
+ *   - Only the functions marked "blocking" run model code; all the others return in microseconds.
+ *
+ * The block between the two marker lines is read verbatim by cffi (ABI mode): plain C11 declarations only.
+ */
+#ifndef PDSCOPE_H
+#define PDSCOPE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define PDS_API __attribute__((visibility("default")))
+#else
+#define PDS_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PDS_ABI_VERSION 1
+
+/* clang-format off */
+#ifndef PDS_CDEF
+#pragma GCC visibility push(default)
+#endif
+/* pdscope-cdef-begin */
+
+typedef int32_t pds_status;
+enum {
+  PDS_OK = 0,
+  /* 1xx: the caller's arguments */
+  PDS_ERR_ARGUMENT = 100,  /* a null pointer, an out-of-range number, an unknown option */
+  PDS_ERR_TOKEN = 101,     /* a token id outside the vocabulary */
+  PDS_ERR_POSITION = 102,  /* a position that does not continue its sequence */
+  PDS_ERR_SEQUENCE = 103,  /* a sequence id out of range, or an empty source sequence */
+  PDS_ERR_BATCH = 104,     /* more rows, or more rows with logits, than the plan was compiled for */
+  /* 2xx: limits */
+  PDS_ERR_CONTEXT = 200,   /* the sequence would exceed the plan's context length */
+  PDS_ERR_KV_FULL = 201,   /* no free KV block is left in the session */
+  PDS_ERR_MEMORY = 202,    /* the operating system gave no memory */
+  PDS_ERR_THREAD = 203,    /* a worker thread could not be started */
+  /* 3xx: the plan */
+  PDS_ERR_PLAN_FILE = 300, /* a file of the plan is missing, short, or unreadable */
+  PDS_ERR_PLAN_FORMAT = 301, /* program.bin or a saved sequence has another format or version */
+  PDS_ERR_VERIFY = 302,    /* the verifier refused a program */
+  PDS_ERR_CPU = 303,       /* the plan needs a CPU feature that is absent */
+  PDS_ERR_ISA = 304,       /* PDSCOPE_ISA names a path that is unknown, not built, or not runnable here */
+  /* 4xx: execution */
+  PDS_ERR_CANCELLED = 400, /* pds_cancel() stopped the step; the KV is at the last committed position */
+  PDS_ERR_FORKED = 401,    /* the engine was created before os.fork() and used in the child */
+  PDS_ERR_BUSY = 402       /* another thread is inside pds_step() of the same session */
+};
+
+typedef struct pds_engine pds_engine;
+typedef struct pds_session pds_session;
+
+typedef struct pds_engine_options {
+  const char *plan_dir; /* directory that holds program.bin and weights/ */
+  const char *isa;      /* force a kernel path by name, or NULL: PDSCOPE_ISA, else the best one */
+  int32_t threads;      /* workers, the caller of pds_step included; 0: one per usable core */
+} pds_engine_options;
+
+typedef struct pds_engine_info {
+  uint32_t abi_version;
+  uint32_t vocab;
+  uint32_t max_context;   /* positions a sequence may hold */
+  uint32_t max_rows;      /* rows of one pds_step */
+  uint32_t max_logits;    /* rows of one pds_step that may want logits */
+  uint32_t layers;
+  uint32_t threads;
+  uint32_t kv_block;      /* tokens in one KV block */
+  uint64_t kv_block_bytes;
+  uint64_t weight_bytes;  /* mapped weight files */
+  uint64_t engine_bytes;  /* anonymous memory of the engine */
+  const char *isa;        /* kernel path in use; lives as long as the library */
+  const char *plan_hash;
+} pds_engine_info;
+
+typedef struct pds_session_options {
+  uint32_t max_seqs;  /* sequence ids run from 0 to max_seqs - 1; 0: 1 */
+  uint32_t kv_tokens; /* KV capacity over all sequences, rounded up to whole blocks; 0: max_context */
+} pds_session_options;
+
+/* Row i of a step: token[i] at position[i] of sequence seq[i]. Rows of one sequence must continue it without
+ * a gap, in order. want_logits may be NULL: then the last row alone has logits. */
+typedef struct pds_batch {
+  uint32_t n;
+  const int32_t *token;
+  const int32_t *position;
+  const int32_t *seq;
+  const uint8_t *want_logits;
+} pds_batch;
+
+typedef struct pds_logits {
+  const float *data; /* [rows, vocab], row-major, valid until the session's next pds_step */
+  uint32_t rows;     /* the batch's rows that wanted logits, in order */
+  uint32_t vocab;
+} pds_logits;
+
+typedef struct pds_session_stats {
+  uint64_t steps;
+  uint64_t rows;
+  uint64_t step_ns;          /* wall time inside pds_step */
+  uint64_t expert_rows;      /* (row, expert) pairs computed */
+  uint64_t experts_activated;/* distinct experts per layer and step, summed */
+  uint64_t weight_bytes;     /* weight bytes the executed instructions read */
+  uint32_t kv_blocks;        /* capacity */
+  uint32_t kv_blocks_used;
+  uint64_t session_bytes;    /* anonymous memory of the session */
+} pds_session_stats;
+
+/* One executed instruction. Times are CLOCK_MONOTONIC nanoseconds. */
+typedef struct pds_trace_record {
+  uint64_t begin_ns;
+  uint64_t end_ns;
+  uint64_t bytes;    /* weight bytes read */
+  int32_t layer;     /* -1: prologue or epilogue */
+  uint16_t instr;    /* index within its program */
+  uint8_t opcode;    /* enum pds_opcode of pds_isa.h; pds_opcode_name() */
+  uint8_t queue;     /* enum pds_queue of pds_isa.h; pds_queue_name() */
+  uint32_t rows;
+  uint32_t experts;  /* distinct experts, for expert instructions */
+} pds_trace_record;
+
+/* What an instruction left behind, for debugging and for collecting routing traces. Called on the thread
+ * that called pds_step, after each instruction; pointers are valid during the call only. */
+typedef struct pds_tap_event {
+  int32_t layer;
+  uint16_t instr;
+  uint8_t opcode;
+  uint8_t arg;
+  uint32_t rows;
+  uint32_t cols;         /* of data */
+  const float *data;     /* norm, attention, mlp, combine, embed: the residual or normed rows [rows, cols]; gate: routing weights [rows, top_k] */
+  const int32_t *ids;    /* gate: expert ids [rows, top_k]; else NULL */
+} pds_tap_event;
+typedef void (*pds_tap_fn)(void *user, const pds_tap_event *event);
+
+typedef struct pds_sampler {
+  float temperature;        /* <= 0: greedy (lowest id wins a tie) */
+  float top_p;              /* 1: off */
+  float min_p;              /* 0: off */
+  float repetition_penalty; /* 1: off; applied to every id in `history` as transformers does */
+  int32_t top_k;            /* 0: off */
+  uint32_t reserved;
+  uint64_t seed;
+  uint64_t draw;            /* index of the draw in its stream: the caller adds 1 per token */
+} pds_sampler;
+
+/* --- engine: immutable once created; safe to use from several threads --- */
+pds_status pds_engine_create(const pds_engine_options *options, pds_engine **out_engine); /* maps weights, verifies programs, starts workers */
+void pds_engine_destroy(pds_engine *engine); /* every session must be destroyed before */
+pds_status pds_engine_get_info(const pds_engine *engine, pds_engine_info *out_info);
+
+/* --- session: owns KV and scratch; one pds_step at a time, else PDS_ERR_BUSY --- */
+pds_status pds_session_create(pds_engine *engine, const pds_session_options *options, pds_session **out_session);
+void pds_session_destroy(pds_session *session);
+pds_status pds_step(pds_session *session, const pds_batch *batch, pds_logits *out_logits); /* blocking */
+void pds_cancel(pds_session *session); /* from any thread: the running step, or else the next one, returns PDS_ERR_CANCELLED */
+pds_status pds_session_get_stats(const pds_session *session, pds_session_stats *out_stats);
+pds_status pds_session_set_tap(pds_session *session, pds_tap_fn fn, void *user); /* NULL: none */
+pds_status pds_session_trace_start(pds_session *session, pds_trace_record *buffer, uint64_t capacity); /* the caller keeps the buffer alive until stop */
+pds_status pds_session_trace_stop(pds_session *session, uint64_t *out_records, uint64_t *out_dropped);
+
+/* --- sequences of a session; not while its pds_step runs --- */
+pds_status pds_seq_length(const pds_session *session, int32_t seq, uint32_t *out_tokens);
+pds_status pds_seq_truncate(pds_session *session, int32_t seq, uint32_t tokens); /* 0 frees it */
+pds_status pds_seq_fork(pds_session *session, int32_t src, int32_t dst); /* dst becomes src's copy; full blocks are shared */
+pds_status pds_seq_save_size(const pds_session *session, int32_t seq, uint64_t *out_bytes);
+pds_status pds_seq_save(const pds_session *session, int32_t seq, void *buffer, uint64_t bytes);
+pds_status pds_seq_restore(pds_session *session, int32_t seq, const void *buffer, uint64_t bytes); /* refuses another plan's KV */
+
+/* --- sampling: stateless and deterministic; scratch is [vocab] floats and [vocab] ints of the caller's --- */
+pds_status pds_sample(const float *logits, uint32_t vocab, const pds_sampler *sampler, const int32_t *history, uint32_t n_history,
+                      float *scratch_values, int32_t *scratch_ids, int32_t *out_token);
+
+/* --- names and errors --- */
+const char *pds_last_error(void);
+const char *pds_status_name(pds_status status);
+const char *pds_opcode_name(uint8_t opcode);
+const char *pds_queue_name(uint8_t queue);
+const char *pds_isa_built(void);    /* comma-separated kernel paths in this library, best first */
+const char *pds_isa_runnable(void); /* those of them that this CPU and operating system can run */
+uint32_t pds_abi_version(void);
+
+/* pdscope-cdef-end */
+#ifndef PDS_CDEF
+#pragma GCC visibility pop
+#endif
+/* clang-format on */
+
+#ifdef __cplusplus
+}
+#endif
+#endif
