@@ -68,7 +68,7 @@ def test_licence_and_requirements() -> None:
 
 
 def test_no_machine_is_named() -> None:
-    """No absolute path of one machine, no private address; test assets are named in .ci/run alone."""
+    """No absolute path of one machine, no private address; .ci/run alone names the test assets."""
     slash = "/"  # so that this file does not match its own patterns
     folders = "|".join(("work", "root", "home", "mnt", "Users", "opt"))
     machine_path = re.compile(rf"(?<![\w.$}}*{slash}-]){slash}(?:{folders}){slash}\w")

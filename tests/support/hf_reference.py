@@ -5,6 +5,7 @@ gate scores may take another expert in either implementation, so comparisons are
 of every row. Needs torch and transformers.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the worker processes share the cores already
 
 TIE = 1e-5  # gate scores closer than this may be ordered either way
 

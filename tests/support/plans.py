@@ -1,0 +1,33 @@
+"""Compiled plans that many tests share: each is compiled once per test run."""
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class PlanStore:
+    """Plans by name under one folder that all test processes of a run share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def once(self, key: str, make: Callable[[Path], object]) -> Path:
+        """The directory that `make` filled; it is called once per key and run, with that path."""
+        target = self.folder / key
+        with (self.folder / f"{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (self.folder / f"{key}.done").exists():
+                make(target)
+                (self.folder / f"{key}.done").touch()
+        return target
+
+    def compile(self, model: Path, **options: Any) -> Path:
+        """The plan of a model directory with these compile options."""
+        import pdscope
+
+        text = json.dumps([str(model), sorted(options.items())])
+        key = f"{model.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        return self.once(key, lambda out: pdscope.compile(model, out, **options))
