@@ -13,7 +13,7 @@ TRAINED = ("tiny-mixtral", "tiny-qwen3-moe", "tiny-deepseek-v2")
 
 
 def asset(relative: str) -> Path:
-    """A file or folder of the test assets; the calling test skips, naming it, if it is not there."""
+    """A file or folder of the test assets; the calling test skips, naming it, without it."""
     folder = os.environ.get("PDSCOPE_TEST_ASSETS")
     if not folder:
         pytest.skip(f"needs {relative} of the test assets: set PDSCOPE_TEST_ASSETS to their folder")
@@ -36,7 +36,7 @@ def recorded_texts(name: str) -> list[list[int]]:
 
 
 def held_out_texts(name: str, tokens: int, longest: int = 512) -> list[list[int]]:
-    """Held-out chats as the model's template writes them, each cut to `longest`: `tokens` ids in all."""
+    """Held-out chats in the model's template, cut to `longest` ids each: `tokens` ids in all."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path(name))
