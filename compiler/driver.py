@@ -26,7 +26,14 @@ from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMem
 from pdscope.compiler.passes.schedule import Schedule
 from pdscope.compiler.passes.tokenizer_files import TokenizerFiles, generation_ids, read_json
 from pdscope.compiler.passes.trace_model import CheckSemantics, TraceModel
-from pdscope.compiler.passmanager import PassManager, PassResult, Workspace, publish, sha256_file, writing
+from pdscope.compiler.passmanager import (
+    PassManager,
+    PassResult,
+    Workspace,
+    publish,
+    sha256_file,
+    writing,
+)
 from pdscope.compiler.trace import TracedModel, load_model
 from pdscope.errors import BudgetError, InputError, PdscopeError, PlanError
 from pdscope.ir.graph import Graph
@@ -73,7 +80,9 @@ class Options:
             ("load_format", self.load_format, LOAD_FORMATS),
         ):
             if value not in known:
-                raise InputError(f"{name}: '{value}' is unknown; expected one of {', '.join(known)}")
+                raise InputError(
+                    f"{name}: '{value}' is unknown; expected one of {', '.join(known)}"
+                )
         if self.max_context is not None and self.max_context < 1:
             raise InputError(f"max_context: expected at least 1, got {self.max_context}")
         if not 1 <= self.max_rows <= 65536:
@@ -82,7 +91,8 @@ class Options:
 
 @dataclass(frozen=True)
 class CompileResult:
-    """A finished compile: the manifest (plan.json) and what each pass did. `plan` is None for a dry run."""
+    """A finished compile: the manifest (plan.json) and what each pass did. `plan` is None for a dry
+    run."""
 
     plan: Path | None
     manifest: dict[str, Any]
@@ -93,7 +103,8 @@ class CompileResult:
 
 @dataclass
 class Model:
-    """The input: a directory with config.json and weights, or a config.json alone for dummy weights."""
+    """The input: a directory with config.json and weights, or a config.json alone for dummy
+    weights."""
 
     path: Path
     options: Options
@@ -106,10 +117,14 @@ class Model:
         self.directory = self.path if self.path.is_dir() else self.path.parent
         self.config_file = self.path / "config.json" if self.path.is_dir() else self.path
         if not self.config_file.is_file():
-            raise InputError(f"{self.path}: has no config.json; expected a Hugging Face model directory")
+            raise InputError(
+                f"{self.path}: has no config.json; expected a Hugging Face model directory"
+            )
         self.dummy = self.options.load_format == "dummy"
         if self.path.is_file() and not self.dummy:
-            raise InputError(f"{self.path}: is a file; expected a model directory (or --load-format dummy)")
+            raise InputError(
+                f"{self.path}: is a file; expected a model directory (or --load-format dummy)"
+            )
         self.checkpoint = None if self.dummy else Checkpoint.open(self.directory)
         self._traced: TracedModel | None = None
 
@@ -125,13 +140,16 @@ class Model:
         return self._traced
 
     def dtype(self, graph: Graph) -> str:
-        """The plan's dtype; `auto` keeps what the checkpoint holds (fp16 becomes fp32: bf16 would round it)."""
+        """The plan's dtype; `auto` keeps what the checkpoint holds (fp16 becomes fp32: bf16 would
+        round it)."""
         if self.options.dtype != "auto":
             return self.options.dtype
         if graph.dtype == "bfloat16":
             return "bf16"
         if graph.dtype != "float32":
-            self.notes.append(f"{graph.dtype} weights are kept exactly, as fp32; --dtype bf16 halves them")
+            self.notes.append(
+                f"{graph.dtype} weights are kept exactly, as fp32; --dtype bf16 halves them"
+            )
         return "fp32"
 
     def weights_sha256(self) -> str:
@@ -160,10 +178,11 @@ def compile_model(
 ) -> CompileResult:
     """Compile the model at `model` into the plan directory `out`.
 
-    Options: dtype "auto" | "fp32" | "bf16"; load_format "auto" | "dummy"; max_context (tokens a sequence may
-    hold); max_rows (rows of one step); target "native" | "any" | a CPU name or feature list; check_weights.
-    `force` replaces an existing plan. `dry_run` stops before weights and code: `out` may be None.
-    A compile that is killed leaves no plan; the same call resumes behind the last finished pass.
+    Options: dtype "auto" | "fp32" | "bf16"; load_format "auto" | "dummy"; max_context (tokens a
+    sequence may hold); max_rows (rows of one step); target "native" | "any" | a CPU name or feature
+    list; check_weights. `force` replaces an existing plan. `dry_run` stops before weights and code:
+    `out` may be None. A compile that is killed leaves no plan; the same call resumes behind the
+    last finished pass.
 
     Raises ModelError, TargetError, BudgetError, PlanError or InputError.
     """
@@ -245,14 +264,17 @@ class Pipeline:
         manifest = self.manifest()
         # The manifest is the last file: a directory without it is no plan.
         with writing(self.workspace.path("plan.json")) as path:
-            path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            path.write_text(
+                json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
         return manifest
 
     def results(self) -> tuple[PassResult, ...]:
         return tuple(self.workspace.records.values())
 
     def manifest(self) -> dict[str, Any]:
-        """plan.json; pdscope/plan_schema.json describes it. A dry run has no hashes of weights and code."""
+        """plan.json; pdscope/plan_schema.json describes it. A dry run has no hashes of weights and
+        code."""
         model, files = self.lowered, self.workspace.files()
         moe = [x for x in model.layers if x.gate is not None]
         gate = moe[0].gate.attrs if moe and moe[0].gate else None
@@ -303,14 +325,16 @@ class Pipeline:
         path = self.workspace.path("tokenizer_config.json")
         if self.workspace.path("chat_template.jinja").is_file():
             return True
-        return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get("chat_template"))
+        return path.is_file() and bool(
+            json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+        )
 
     def _context(self, limit: int) -> int:
         wanted = self.source.options.max_context
         if wanted is None:
             if limit > DEFAULT_CONTEXT:
                 self.source.notes.append(
-                    f"context {DEFAULT_CONTEXT} of the model's {limit} tokens; --max-context raises it"
+                    f"context {DEFAULT_CONTEXT} of the model's {limit}; --max-context raises it"
                 )
             return min(limit, DEFAULT_CONTEXT)
         if wanted > limit:
@@ -347,7 +371,8 @@ class _Lazy:
 
 
 def compiler_sha256() -> str:
-    """Identity of the compiler: the text of its own sources. Cached passes of another version are not used."""
+    """Identity of the compiler: the text of its own sources. Cached passes of another version are
+    not used."""
     digest = hashlib.sha256(pdscope.__version__.encode())
     root = Path(pdscope.__file__).parent
     for room in ("ir", "models", "compiler", "codegen_templates", "runtime_c"):
@@ -377,13 +402,14 @@ def _check_space(out: Path, model: LoweredModel, workspace: Workspace) -> None:
     free = shutil.disk_usage(workspace.root).free
     if need > free:
         raise BudgetError(
-            f"{out}: the plan needs {need / 2**30:.1f} GiB more, but the disk has {free / 2**30:.1f} GiB free"
+            f"{out}: the plan needs {need / 2**30:.1f} GiB more, the disk has "
+            f"{free / 2**30:.1f} GiB free"
         )
 
 
 @contextlib.contextmanager
 def _workspace(out: Path) -> Iterator[Workspace]:
-    """The directory `.NAME.partial` beside the plan, locked; kept when the compile is interrupted."""
+    """The directory `.NAME.partial` beside the plan, locked; kept when a compile is interrupted."""
     root = out.parent / f".{out.name}.partial"
     try:
         root.mkdir(parents=True, exist_ok=True)

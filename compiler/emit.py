@@ -60,7 +60,7 @@ def plan_source(
 
 
 def c_float(value: float) -> str:
-    """An exact C literal of the fp32 value nearest to `value` (C11 hexadecimal floating constant)."""
+    """An exact C literal of the fp32 value nearest to `value` (C11 hexadecimal constant)."""
     x = float(np.float32(value))
     if not math.isfinite(x):
         raise ValueError(f"{value} is no finite fp32 number")

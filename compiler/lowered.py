@@ -1,7 +1,8 @@
-"""The lowered model: the constants of one plan, tensor by tensor. Mirrors runtime_c/src/plan_desc.h.
+"""The lowered model: the constants of one plan, tensor by tensor. Mirrors
+runtime_c/src/plan_desc.h.
 
-Made by passes/lower.py from the graph, given places by passes/place_tensors, printed as C by emit.py.
-May import pdscope.ir and the standard library.
+Made by passes/lower.py from the graph, given places by passes/place_tensors, printed as C by
+emit.py. May import pdscope.ir and the standard library.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +39,8 @@ class Form(StrEnum):
 
 @dataclass(frozen=True)
 class Rows:
-    """The parameters' rows one below the other: matrices [n_i, k], or vectors after `leading_zeros` zeros."""
+    """The parameters' rows one below the other: matrices [n_i, k], or vectors after `leading_zeros`
+    zeros."""
 
     params: tuple[str, ...]
     leading_zeros: int = 0
@@ -50,7 +52,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class AbsorbKey:
-    """W_UK of MLA, transposed per head: kv_b [heads * (nope + v), kv_lora] -> heads x [kv_lora, nope]."""
+    """W_UK of MLA, transposed per head: kv_b [heads * (nope + v), kv_lora] -> heads x [kv_lora,
+    nope]."""
 
     param: str
     heads: int
@@ -115,7 +118,8 @@ Source = Rows | AbsorbKey | AbsorbValue | GateUp | ExpertGateUp | ExpertDown
 
 @dataclass(frozen=True)
 class Tensor:
-    """`count` matrices [n, k] (or one vector [n], k = 1). file, offset and stride are set when placed."""
+    """`count` matrices [n, k] (or one vector [n], k = 1). file, offset and stride are set when
+    placed."""
 
     name: str
     form: Form
@@ -185,7 +189,7 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Layer:
-    """`dense` alone in a dense layer; else `gate`, `experts` and, if the model has one, `shared`."""
+    """`dense` alone in a dense layer; else `gate`, `experts` and, where there is one, `shared`."""
 
     attn_norm: Tensor
     attn_norm_eps: float

@@ -1,8 +1,9 @@
 """Run passes over a workspace, keep what they wrote, and skip a pass whose inputs have not changed.
 
 A workspace holds `plan/`, which becomes the plan directory and which passes read and write, and
-`passes/NAME.json`, a record (key, files, sizes, SHA-256) written after each pass; a killed compile therefore
-resumes with the first pass that has no record. May import the standard library and pdscope.{errors,config}.
+`passes/NAME.json`, a record (key, files, sizes, SHA-256) written after each pass; a killed compile
+therefore resumes with the first pass that has no record. May import the standard library and
+pdscope.{errors,config}.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ class PassResult:
 
 
 class Pass(Protocol):
-    """A step of the compiler: a frozen dataclass whose fields are its options, with a kebab-case name."""
+    """A step of the compiler: a frozen dataclass whose fields are its options, with a kebab-case
+    name."""
 
     @property
     def name(self) -> str: ...
@@ -51,12 +53,14 @@ class Pass(Protocol):
     def reads(self) -> Sequence[str]: ...
 
     def run(self, workspace: "Workspace") -> Mapping[str, str | None]:
-        """Do the work; return the relative paths written, each with its SHA-256 where that is known."""
+        """Do the work; return the relative paths written, each with its SHA-256 where that is
+        known."""
 
 
 @dataclass
 class Workspace:
-    """Where one compile works. Files are written aside and renamed, so a present file is a whole file."""
+    """Where one compile works. Files are written aside and renamed, so a present file is a whole
+    file."""
 
     root: Path
     records: dict[str, PassResult] = field(default_factory=dict)
@@ -93,7 +97,8 @@ class Workspace:
 
 @dataclass
 class PassManager:
-    """Runs passes one by one. `code` identifies the compiler itself: another version's records are not used."""
+    """Runs passes one by one. `code` identifies the compiler itself: another version's records are
+    not used."""
 
     workspace: Workspace
     code: str
@@ -189,7 +194,8 @@ def disk_errors(target: Path) -> Iterator[None]:
 
 
 def publish(workspace: Workspace, out: Path, replace: bool) -> None:
-    """Make the finished workspace the plan: flush everything, then rename. `replace` swaps an old plan out."""
+    """Make the finished workspace the plan: flush everything, then rename. `replace` swaps an old
+    plan out."""
     for directory, _, names in os.walk(workspace.plan):
         for name in names:
             _fsync(Path(directory) / name)

@@ -1,20 +1,21 @@
-"""Which CPU a plan is built for: its architecture, kernel paths and the features that it then requires.
+"""Which CPU a plan is built for: its architecture, kernel paths and the features that it then
+requires.
 
-May import archspec, pdscope.runtime_c (the table of kernel paths) and pdscope.errors.
+May import archspec, pdscope.runtime_c (the table of kernel paths), pdscope.compiler.build and
+pdscope.errors.
 """
 
-import platform
 from dataclasses import dataclass
 
+from pdscope.compiler.build import machine
 from pdscope.errors import TargetError
 from pdscope.runtime_c import ISA_PATHS
-
-_ARCH = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """`features` are required at load (Linux cpuinfo names); `isa` are the kernel paths built, best first."""
+    """`features` are required at load (Linux cpuinfo names); `isa` are the kernel paths built, best
+    first."""
 
     arch: str
     name: str
@@ -24,7 +25,8 @@ class Target:
 
 def resolve(name: str) -> Target:
     """`native`: this CPU. `any`: every path of this architecture, chosen at load, nothing required.
-    Else an archspec name (x86_64_v3, zen4, sapphirerapids, ...) or a list of features (avx2,fma,f16c).
+    Else an archspec name (x86_64_v3, zen4, sapphirerapids, ...) or a list of features
+    (avx2,fma,f16c).
 
     Raises TargetError for an unknown name, or one of another architecture.
     """
@@ -39,10 +41,10 @@ def resolve(name: str) -> Target:
 
 
 def host_arch() -> str:
-    machine = platform.machine().lower()
-    if machine not in _ARCH:
-        raise TargetError(f"this machine's architecture '{machine}' is not supported: x86_64 and aarch64 are")
-    return _ARCH[machine]
+    arch = machine()
+    if arch not in ("x86_64", "aarch64"):
+        raise TargetError(f"architecture '{arch}' is not supported: x86_64 and aarch64 are")
+    return arch
 
 
 def _features(name: str, arch: str) -> set[str]:
@@ -60,8 +62,8 @@ def _features(name: str, arch: str) -> set[str]:
     known = {f for p in ISA_PATHS.values() for f in p.features}
     if unknown := sorted(features - known):
         raise TargetError(
-            f"--target {name}: '{unknown[0]}' is neither a CPU that archspec knows nor a feature that a "
-            f"kernel path uses; expected native, any, a name such as x86_64_v3, or some of: "
+            f"--target {name}: '{unknown[0]}' is neither a CPU that archspec knows nor a feature "
+            f"that a kernel path uses; expected native, any, a name such as x86_64_v3, or some of: "
             + ",".join(sorted(known))
         )
     return features

@@ -1,9 +1,10 @@
-"""Compile the runtime and the plan's constants into lib/libpdscope.so. May import pdscope.compiler.build."""
+"""Compile the runtime and the plan's constants into lib/libpdscope.so. May import
+pdscope.compiler.build."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdscope.compiler.build import build_library, compiler_identity
+from pdscope.compiler.build import build_library, find_compiler
 from pdscope.compiler.passmanager import Workspace, writing
 
 LIBRARY = "lib/libpdscope.so"
@@ -19,7 +20,7 @@ class BuildLibrary:
     reads = ("src/plan.c",)
 
     def inputs(self) -> Mapping[str, str]:
-        return {"isa": " ".join(self.isa), "compiler": compiler_identity()}
+        return {"isa": " ".join(self.isa), "compiler": find_compiler().identity}
 
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
         with writing(workspace.path(LIBRARY)) as path:

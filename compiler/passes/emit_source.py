@@ -1,4 +1,5 @@
-"""Write src/plan.c, the constants of the plan as C. May import pdscope.compiler.{emit,lowered,passmanager}."""
+"""Write src/plan.c, the constants of the plan as C. May import
+pdscope.compiler.{emit,lowered,passmanager}."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

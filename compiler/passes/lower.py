@@ -1,7 +1,9 @@
-"""Lower the model graph to plan constants: which tensors, in which packed form, in which file and place.
+"""Lower the model graph to plan constants: which tensors, in which packed form, in which file and
+place.
 
-The graph must have the shape that the programs execute; anything else is refused by the node that does not
-fit, so a change in the traced model never goes unnoticed. May import pdscope.ir and pdscope.compiler.lowered.
+The graph must have the shape that the programs execute; anything else is refused by the node that
+does not fit, so a change in the traced model never goes unnoticed. May import pdscope.ir and
+pdscope.compiler.lowered.
 """
 
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -54,7 +56,7 @@ class Lower:
     max_context: int
 
     def run(self, graph: Graph) -> LoweredModel:
-        """Raises ModelError where the graph is not a decoder that the instruction set can express."""
+        """Raises ModelError where the graph is no decoder that the instruction set can express."""
         return _place(_Matcher(graph, self).model())
 
 
@@ -74,7 +76,9 @@ class _Matcher:
     def model(self) -> LoweredModel:
         g = self.graph
         if g.streams != 1:
-            raise ModelError(f"{g.architecture}: {g.streams} hyper-connection streams are not supported yet")
+            raise ModelError(
+                f"{g.architecture}: {g.streams} hyper-connection streams are not supported yet"
+            )
         embed = self._only([n for n in g.nodes if n.op is Op.EMBED], "embed", None)
         ea = self._attrs(embed, EmbedAttrs)
         hid = embed
@@ -88,7 +92,7 @@ class _Matcher:
         if self.left:
             extra = next(iter(self.left.values()))
             raise ModelError(
-                f"{g.architecture}: the traced model has {_at(extra)}, which no instruction implements"
+                f"{g.architecture}: the trace has {_at(extra)}, which no instruction implements"
             )
         embed_t = self._packed("embed", ea.vocab, ea.hidden, Rows((embed.weights["weight"].name,)))
         head_t = (
@@ -146,7 +150,9 @@ class _Matcher:
         xa = self._attrs(experts, ExpertsAttrs)
         ga = self._attrs(gate, GateAttrs)
         if xa.experts != ga.experts:
-            raise ModelError(f"layer {i}: the gate scores {ga.experts} experts, but there are {xa.experts}")
+            raise ModelError(
+                f"layer {i}: the gate scores {ga.experts} experts, but there are {xa.experts}"
+            )
         _silu(experts, xa.activation)
         return out, replace(
             layer,
@@ -167,7 +173,7 @@ class _Matcher:
                 self._attrs(u, AddAttrs)
                 return self._take(u)
         raise ModelError(
-            f"layer {layer}: expected the sum of {_at(a)} and {_at(b)}; the trace feeds {_at(b)} to "
+            f"layer {layer}: expected {_at(a)} + {_at(b)}; the trace feeds {_at(b)} to "
             + (", ".join(_at(u) for u in self.users[b.name]) or "nothing")
         )
 
@@ -227,7 +233,9 @@ class _Matcher:
             in_bias=self._vector(f"{name}.in_bias", node, "q_bias", "k_bias", "v_bias"),
             q_norm=self._vector(f"{name}.q_norm", node, "q_norm"),
             k_norm=self._vector(f"{name}.k_norm", node, "k_norm"),
-            o_proj=self._packed(f"{name}.o_proj", hidden, a.heads * a.head_dim, Rows((w["o"].name,))),
+            o_proj=self._packed(
+                f"{name}.o_proj", hidden, a.heads * a.head_dim, Rows((w["o"].name,))
+            ),
             o_bias=self._vector(f"{name}.o_bias", node, "o_bias"),
         )
 
@@ -284,7 +292,8 @@ class _Matcher:
         )
 
     def _mla_bias(self, name: str, node: Node, n_in: int) -> Tensor:
-        """Bias over the fused rows; the direct q projection has none in any family, so its part is zero."""
+        """Bias over the fused rows; the direct q projection has none in any family, so its part is
+        zero."""
         w = node.weights
         if "q_a_bias" in w:
             source = Rows((w["q_a_bias"].name, w["kv_a_bias"].name))
@@ -324,7 +333,9 @@ class _Matcher:
     def _user(self, node: Node, op: Op, layer: int | None) -> Node:
         return self._only([u for u in self.users[node.name] if u.op is op], op, layer, node)
 
-    def _only(self, found: list[Node], op: str, layer: int | None, after: Node | None = None) -> Node:
+    def _only(
+        self, found: list[Node], op: str, layer: int | None, after: Node | None = None
+    ) -> Node:
         if len(found) == 1 and found[0].layer == layer:
             return self._take(found[0])
         where = "" if layer is None else f"layer {layer}: "
@@ -339,7 +350,9 @@ class _Matcher:
 
     def _attrs(self, node: Node, kind: type[A]) -> A:
         if not isinstance(node.attrs, kind):
-            raise ModelError(f"{_at(node)} has {type(node.attrs).__name__}, expected {kind.__name__}")
+            raise ModelError(
+                f"{_at(node)} has {type(node.attrs).__name__}, expected {kind.__name__}"
+            )
         return node.attrs
 
 
@@ -349,7 +362,9 @@ def _at(node: Node) -> str:
 
 def _silu(node: Node, activation: str) -> None:
     if activation != "silu":
-        raise ModelError(f"{_at(node)}: activation '{activation}' is not supported; expected 'silu'")
+        raise ModelError(
+            f"{_at(node)}: activation '{activation}' is not supported; expected 'silu'"
+        )
 
 
 # --- places ---
@@ -405,8 +420,8 @@ def _file(index: int, path: str, tensors: list[Tensor]) -> tuple[WeightFile, dic
 
 
 def _tensors(value: object) -> list[Tensor]:
-    """Every tensor of a (nested) dataclass in field order; routed experts last, so they are page-aligned
-    without a gap before the small tensors."""
+    """Every tensor of a (nested) dataclass in field order; routed experts last, so they are page-
+    aligned without a gap before the small tensors."""
     found: list[Tensor] = []
 
     def visit(v: object) -> None:

@@ -36,7 +36,8 @@ Array = NDArray[Any]
 
 
 class WeightReader(Protocol):
-    """What packing needs of compiler.checkpoint: float32 arrays, or uint16 arrays that are bf16 bits."""
+    """What packing needs of compiler.checkpoint: float32 arrays, or uint16 arrays that are bf16
+    bits."""
 
     def get(self, param: str, part: str = "whole", expert: int | None = None) -> Array: ...
 
@@ -47,7 +48,8 @@ def write_weight_file(
     path: Path,
     progress: Callable[[int], None] = lambda _: None,
 ) -> str:
-    """Write `file` to `path` and return its SHA-256. `progress` receives bytes written since its last call."""
+    """Write `file` to `path` and return its SHA-256. `progress` receives bytes written since its
+    last call."""
     digest = hashlib.sha256()
     with path.open("wb") as out:
 
@@ -204,7 +206,7 @@ class CheckWeights:
                         where = tuple(int(i) for i in np.argwhere(~np.isfinite(matrix))[0])
                         expert = f", matrix {index}" if tensor.count > 1 else ""
                         raise ModelError(
-                            f"{', '.join(tensor.source.names)}: holds {matrix[where]} at {where}{expert} "
-                            f"({tensor.name}); expected finite weights: download the checkpoint again"
+                            f"{', '.join(tensor.source.names)}: {matrix[where]} at {where}{expert} "
+                            f"({tensor.name}); expected finite weights: fetch the checkpoint again"
                         )
         return {}

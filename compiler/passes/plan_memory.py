@@ -1,9 +1,10 @@
-"""Plan every byte that a load takes: session scratch, worker scratch, KV blocks, arenas, weight maps.
+"""Plan every byte that a load takes: session scratch, worker scratch, KV blocks, arenas, weight
+maps.
 
-The one place that knows the sizes of buffers: the runtime takes their offsets from the emitted plan, and
-memory.json prints the same numbers. The arena formulas and constants mirror runtime_c/src/memory.h, and
-tests/unit/test_memory_exact.py compares the table with what an interposed mmap sees.
-May import pdscope.compiler.{lowered,passmanager}.
+The one place that knows the sizes of buffers: the runtime takes their offsets from the emitted
+plan, and memory.json prints the same numbers. The arena formulas and constants mirror
+runtime_c/src/memory.h, and tests/unit/test_memory_exact.py compares the table with what an
+interposed mmap sees. May import pdscope.compiler.{lowered,passmanager}.
 """
 
 import json
@@ -97,7 +98,8 @@ class MemoryPlan:
         }
 
     def table(self) -> dict[str, Any]:
-        """memory.json: what a load allocates, piece by piece, for `threads` workers and one session."""
+        """memory.json: what a load allocates, piece by piece, for `threads` workers and one
+        session."""
         return {
             "weights": [{"file": path, "bytes": size} for path, size in self.weight_files],
             "weight_bytes": self.weight_bytes,
@@ -108,7 +110,9 @@ class MemoryPlan:
                 "worker_scratch_bytes": self.thread_scratch_bytes,
                 "worker_stack_bytes": STACK_BYTES,
                 "grain_bytes": GRAIN,
-                "total_bytes_by_threads": {str(n): self.engine_bytes(n) for n in (1, 2, 4, 8, 16, 32, 64)},
+                "total_bytes_by_threads": {
+                    str(n): self.engine_bytes(n) for n in (1, 2, 4, 8, 16, 32, 64)
+                },
             },
             "session": {
                 "header_bytes": SESSION_HEADER,
@@ -199,7 +203,10 @@ def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
         Buffer("CTX", 4 * rows * max(a.heads * ceil_to(_v(a), PANEL) for a in attn)),
         Buffer("CTXACT", act * rows * most([a.heads * ceil_to(a.kv_lora, K_ALIGN) for a in mla])),
         Buffer("OACT", act * rows * most([a.heads * a.v_dim for a in attn], K_ALIGN)),
-        Buffer("PARTIAL", 4 * few * splits * max(a.heads * (ceil_to(_v(a), PANEL) + PANEL) for a in attn)),
+        Buffer(
+            "PARTIAL",
+            4 * few * splits * max(a.heads * (ceil_to(_v(a), PANEL) + PANEL) for a in attn),
+        ),
         Buffer("GATE", 4 * rows * ceil_to(experts, PANEL)),
         Buffer("ROUTE_ID", 4 * rows * top_k),
         Buffer("ROUTE_W", 4 * rows * top_k),

@@ -24,7 +24,8 @@ COPIED = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Copies the tokenizer's files; a model without a tokenizer gives a plan that takes token ids alone."""
+    """Copies the tokenizer's files; a model without a tokenizer gives a plan that takes token ids
+    alone."""
 
     model_dir: Path
     vocab: int
@@ -37,7 +38,8 @@ class TokenizerFiles:
         return {p.name: sha256_file(p) for p in present} | {"vocab": str(self.vocab)}
 
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
-        """Raises ModelError for a file that is no JSON, or a tokenizer with ids that the model lacks."""
+        """Raises ModelError for a file that is no JSON, or a tokenizer with ids that the model
+        lacks."""
         written: dict[str, str | None] = {}
         for name in COPIED:
             source = self.model_dir / name
@@ -56,7 +58,9 @@ class TokenizerFiles:
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as e:  # tokenizers raises bare Exception for a file that it cannot read
-            raise ModelError(f"{path}: is no tokenizer that the tokenizers library reads: {e}") from e
+            raise ModelError(
+                f"{path}: is no tokenizer that the tokenizers library reads: {e}"
+            ) from e
         top = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if top >= self.vocab:
             raise ModelError(
@@ -77,7 +81,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def generation_ids(model_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """bos, every eos and pad id: from generation_config.json, else from config.json, as transformers does."""
+    """bos, every eos and pad id: from generation_config.json, else from config.json, as
+    transformers does."""
     path = model_dir / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
 
@@ -87,5 +92,7 @@ def generation_ids(model_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]
     eos = pick("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ModelError(f"{path}: eos_token_id: expected an integer or a list of integers, got {eos!r}")
+        raise ModelError(
+            f"{path}: eos_token_id: expected an integer or a list of integers, got {eos!r}"
+        )
     return {"bos": pick("bos_token_id"), "eos": ids, "pad": pick("pad_token_id")}

@@ -1,6 +1,8 @@
-"""The first passes: trace the model into graph.txt, and check that its leaf modules compute what the ops mean.
+"""The first passes: trace the model into graph.txt, and check that its leaf modules compute what
+the ops mean.
 
-May import pdscope.{models,ir}, pdscope.compiler.{trace,passmanager}; loads torch and transformers when it runs.
+May import pdscope.{models,ir}, pdscope.compiler.{trace,passmanager}; loads torch and transformers
+when it runs.
 """
 
 from collections.abc import Mapping
@@ -37,7 +39,8 @@ class TraceModel:
 
 @dataclass(frozen=True)
 class CheckSemantics:
-    """Runs a scaled-down random model of this configuration in transformers and as our graph; they must agree."""
+    """Runs a scaled-down random model of this configuration in transformers and as our graph; they
+    must agree."""
 
     source: "Model"
     config_sha256: str

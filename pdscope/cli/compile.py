@@ -45,19 +45,23 @@ if TYPE_CHECKING:
     "--target",
     default="native",
     show_default=True,
-    help="CPU to build for: native (this one), any (all kernel paths of this architecture, chosen at load), "
-    "a name (x86_64_v3, zen4, sapphirerapids, ...) or features (avx2,fma,f16c).",
+    help="CPU to build for: native (this one), any (all kernel paths of this architecture, chosen "
+    "at load), a name (x86_64_v3, zen4, sapphirerapids, ...) or features (avx2,fma,f16c).",
 )
 @click.option("--check-weights", is_flag=True, help="Refuse weights that hold NaN or infinity.")
-@click.option("--dry-run", is_flag=True, help="Trace, schedule and print the memory table; write nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Trace, schedule and print the memory table; write nothing."
+)
 @click.option("--force", is_flag=True, help="Replace the plan that OUTPUT already holds.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the summary.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of the summary."
+)
 def main(model: Path, output: Path | None, as_json: bool, **options: Any) -> None:
     """Compile a Mixture-of-Experts model into a plan directory.
 
-    MODEL is a Hugging Face model directory: config.json, *.safetensors and, for text, tokenizer.json. The plan
-    holds the packed weights, the per-layer programs (as text and as the binary that runs) and a small C runtime
-    built for this machine.
+    MODEL is a Hugging Face model directory: config.json, *.safetensors and, for text,
+    tokenizer.json. The plan holds the packed weights, the per-layer programs (as text and as
+    the binary that runs) and a small C runtime built for this machine.
 
     \b
     pdscope-compile Qwen3-30B-A3B -o qwen3.plan
@@ -101,9 +105,15 @@ def _print_summary(result: "CompileResult") -> None:
     experts = m["placement"]["experts"]
     moe = f"{model['moe_layers']} MoE layers, {model['experts']} experts, top-{model['top_k']}"
     rows = [
-        ("model", f"{model['architecture']}, {model['parameters'] / 1e9:.2f} B parameters, {m['dtype']}"),
+        (
+            "model",
+            f"{model['architecture']}, {model['parameters'] / 1e9:.2f} B parameters, {m['dtype']}",
+        ),
         ("layers", f"{model['layers']} ({moe})"),
-        ("runs where", f"{experts['cpu']} experts, attention, gates and KV cache on the CPU; no GPU used"),
+        (
+            "runs where",
+            f"{experts['cpu']} experts, attention, gates and KV cache on the CPU; no GPU used",
+        ),
         ("kernel paths", f"{', '.join(m['target']['isa'])} (target {m['target']['name']})"),
         ("programs", f"{m['programs']['count']} with {m['programs']['instructions']} instructions"),
         ("weights", f"{human_bytes(memory['weights'])} in {len(result.memory['weights'])} files"),
@@ -123,4 +133,7 @@ def _print_summary(result: "CompileResult") -> None:
     for note in result.notes:
         click.echo(f"note: {note}")
     if result.plan is not None:
-        click.echo(f"\nread it: pdscope-inspect {result.plan}\nrun it:  pdscope-run {result.plan} --prompt '...'")
+        click.echo(
+            f"\nread it: pdscope-inspect {result.plan}"
+            f"\nrun it:  pdscope-run {result.plan} --prompt '...'"
+        )
