@@ -1,0 +1,101 @@
+"""Passes are cached by content and survive a kill (issue: plan, "resumes from cached passes")."""
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pdscope.compiler.passmanager import PassManager, Workspace, publish, writing
+from pdscope.errors import BudgetError, PlanError
+
+
+@dataclass(frozen=True)
+class Upper:
+    """Writes its option in capitals, behind what it reads."""
+
+    text: str
+    source: str = ""
+
+    name = "upper"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.source,) if self.source else ()
+
+    def inputs(self) -> Mapping[str, str]:
+        return {"text": self.text}
+
+    def run(self, workspace: Workspace) -> Mapping[str, str | None]:
+        before = workspace.read_text(self.source) if self.source else ""
+        return {workspace.write("upper.txt", before + self.text.upper()): None}
+
+
+def test_second_run_is_a_cache_hit(tmp_path: Path) -> None:
+    first = PassManager(Workspace(tmp_path), "code").run(Upper("a"))
+    second = PassManager(Workspace(tmp_path), "code").run(Upper("a"))
+    assert (first.cached, second.cached) == (False, True)
+    assert first.files == second.files
+
+
+@pytest.mark.parametrize("change", ["option", "code", "file cut", "file gone", "record damaged"])
+def test_any_change_runs_the_pass_again(tmp_path: Path, change: str) -> None:
+    ws = Workspace(tmp_path)
+    PassManager(ws, "code").run(Upper("abc"))
+    text, code = "abc", "code"
+    if change == "option":
+        text = "abd"
+    elif change == "code":
+        code = "newer code"
+    elif change == "file cut":
+        ws.path("upper.txt").write_text("AB")
+    elif change == "file gone":
+        ws.path("upper.txt").unlink()
+    else:
+        ws.record_path("upper").write_text("{")
+    result = PassManager(Workspace(tmp_path), code).run(Upper(text))
+    assert not result.cached
+    assert ws.read_text("upper.txt") == text.upper()
+
+
+def test_a_changed_input_file_runs_the_pass_again(tmp_path: Path) -> None:
+    ws = Workspace(tmp_path)
+    ws.write("in.txt", "one ")
+    PassManager(ws, "code").run(Upper("x", "in.txt"))
+    ws.write("in.txt", "two ")
+    result = PassManager(Workspace(tmp_path), "code").run(Upper("x", "in.txt"))
+    assert not result.cached
+    assert ws.read_text("upper.txt") == "two X"
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "f"
+    target.write_text("old")
+    with pytest.raises(BudgetError, match="disk is full"), writing(target) as path:
+        path.write_text("new")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert target.read_text() == "old"
+
+
+def test_publish_never_replaces_what_is_no_plan(tmp_path: Path) -> None:
+    ws = Workspace(tmp_path / "partial")
+    ws.write("plan.json", "{}")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("precious")
+    with pytest.raises(PlanError, match="not empty"):
+        publish(ws, out, replace=True)
+    assert (out / "thesis.txt").read_text() == "precious"
+
+
+def test_publish_swaps_an_old_plan(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for text in ("1", "2"):
+        ws = Workspace(tmp_path / "partial")
+        ws.write("plan.json", json.dumps({"n": text}))
+        publish(ws, out, replace=True)
+        assert json.loads((out / "plan.json").read_text()) == {"n": text}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
