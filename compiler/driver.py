@@ -38,7 +38,7 @@ from pdscope.compiler.trace import TracedModel, load_model
 from pdscope.errors import BudgetError, InputError, PdscopeError, PlanError
 from pdscope.ir.graph import Graph
 from pdscope.ir.graph_text import parse_graph
-from pdscope.ir.isa import isa_sha256
+from pdscope.ir.isa import ISA_HASH
 
 FORMAT_VERSION = 1
 DEFAULT_CONTEXT = 32768  # upper end of the default; the model's own limit if that is less
@@ -310,7 +310,7 @@ class Pipeline:
             "programs": {
                 "count": len(programs),
                 "instructions": sum(len(p.instrs) for p in programs),
-                "isa_sha256": isa_sha256(),
+                "isa_hash": f"{ISA_HASH:08x}",
             },
             "memory": self.memory.summary(),
             "generation": generation_ids(self.source.directory, self.source.config),
