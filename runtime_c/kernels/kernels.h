@@ -5,8 +5,8 @@
  * those of plan_desc.h: 16 output columns, 64-byte rows, one 32-bit word a column: a bf16 pair (k, k+1) or one fp32 k.
  *
  * Numbers, the same on every path up to the rounding of each operation:
- *   - a GEMM output is one chain of fused multiply-adds over k in ascending order, whatever the number of rows or
- *     columns of the call: so a row's result depends neither on the other rows nor on how the work was cut;
+ *   - a GEMM output is one chain of multiply-adds over k in ascending order, whatever the number of rows or columns
+ *     of the call: so a row's result depends neither on the other rows nor on how the work was cut;
  *   - fp32 to bf16 rounds to nearest even; NaN stays a (quiet) NaN, overflow becomes Inf;
  *   - NaN and Inf propagate as in the formulas: silu(-Inf) = NaN, silu(Inf) = Inf, softmax over a row holding NaN or
  *     +Inf is NaN. avx512bf16 alone treats denormal bf16 inputs and denormal sums in GEMMs as zero (vdpbf16ps). */
@@ -15,6 +15,11 @@
 
 #include <stddef.h>
 #include <stdint.h>
+
+enum {
+  PDS_LANES = 16, /* output columns of a panel */
+  PDS_KEYS = 64,  /* tokens of a KV block */
+};
 
 typedef enum pds_gemm_out {
   PDS_OUT_F32 = 0, /* y = x W^T (+ bias), fp32 */
@@ -46,14 +51,17 @@ typedef struct pds_act_kernels {
   void (*swiglu)(const pds_gemm *g);
   /* y = act(x) for n elements. */
   void (*convert)(const float *x, void *y, uint32_t n);
-  /* One row of one key block of streaming softmax. s[lo..hi) are scores; m, l: running maximum of scale * s and sum
-   * of exponentials. Writes p[0..n): act(exp(scale * s - m_new)), zero outside [lo, hi). Updates m and l; returns
-   * the factor exp(m_old - m_new) for what was accumulated before. -Inf scores weigh nothing. */
-  float (*softmax_block)(const float *s, uint32_t lo, uint32_t hi, uint32_t n, float scale, float *m, float *l, void *p);
-  /* Latent keys (4 panels of 16 tokens, k = d, panel_stride bytes apart) to values (panels of 16 columns, k = token;
-   * 64 tokens a panel) for the first `dims` columns (a multiple of 16) and `tokens` tokens (bf16: rounded up to even;
-   * the tokens beyond are written as zero). */
-  void (*key_to_value)(const void *keys, size_t panel_stride, uint32_t dims, uint32_t tokens, void *values);
+  /* One row of one key block of streaming softmax. s[lo..hi) of s[PDS_KEYS] are scores; m, l: running maximum of
+   * scale * s and sum of exponentials (-Inf and 0 at first). Writes p[PDS_KEYS]: act(exp(scale * s - m_new)), zero
+   * outside [lo, hi). Updates m and l; returns the factor exp(m_old - m_new) for what was accumulated before.
+   * -Inf scores weigh nothing. */
+  float (*softmax_block)(const float *s, uint32_t lo, uint32_t hi, float scale, float *m, float *l, void *p);
+  /* Transposes keys (panels of 16 tokens, k = dimension, key_stride bytes apart) into values (panels of 16 dimensions,
+   * k = token, PDS_KEYS * 64 / (4 / sizeof(act)) bytes apart): the first `dims` dimensions, rounded up to 16, of the
+   * first `tokens` tokens. Of the word rows it writes, tokens beyond `tokens` are zero. `keys` is readable up to
+   * `dims` rounded up to 32. */
+  void (*key_to_value)(const void *keys, size_t key_stride, uint32_t dims, uint32_t tokens,
+                       void *values);
 } pds_act_kernels;
 
 typedef struct pds_kernels {
