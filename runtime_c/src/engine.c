@@ -1,0 +1,196 @@
+/* engine.c: an engine's life: weights mapped, programs verified, workers started; all of it undone. */
+#define _GNU_SOURCE
+#include "engine.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "cpu.h"
+#include "exec.h"
+#include "map.h"
+
+pds_status pds_engine_check_fork(const pds_engine *engine) {
+  if (engine->pid == getpid()) return PDS_OK;
+  return pds_fail(PDS_ERR_FORKED, "the engine was created in process %d, before fork; load the plan "
+                                  "again in this process",
+                  (int)engine->pid);
+}
+
+/* --- checks of the generated constants against each other, before anything relies on them --- */
+
+static pds_status check_tensor(const pds_plan *plan, const pds_tensor *t, uint32_t layer,
+                               const char *name) {
+  if (t->dtype == PDS_NONE) return PDS_OK;
+  uint64_t bytes = pds_tensor_bytes(t), count = t->count ? t->count : 1;
+  bool good = t->file < plan->n_files && bytes > 0 && t->offset % 64 == 0 && t->stride % 64 == 0 &&
+              (count == 1 || t->stride >= bytes);
+  if (good) {
+    uint64_t size = plan->files[t->file].bytes;
+    good = bytes <= size && t->offset <= size - bytes &&
+           (count == 1 || t->stride <= (size - bytes - t->offset) / (count - 1));
+  }
+  if (good) return PDS_OK;
+  return pds_fail(PDS_ERR_PLAN_FORMAT, "layer %d: tensor %s lies outside its weight file; compile the "
+                                       "plan again",
+                  (int)layer, name);
+}
+
+static pds_status check_layer(const pds_plan *plan, uint32_t index) {
+  const pds_layer *l = &plan->layers[index];
+  const struct {
+    const pds_tensor *tensor;
+    const char *name;
+  } tensors[] = {
+      {&l->attn_norm, "attn_norm"},
+      {&l->mlp_norm, "mlp_norm"},
+      {&l->attn.in_proj, "in_proj"},
+      {&l->attn.in_bias, "in_bias"},
+      {&l->attn.q_norm, "q_norm"},
+      {&l->attn.k_norm, "k_norm"},
+      {&l->attn.q_b, "q_b"},
+      {&l->attn.uk, "uk"},
+      {&l->attn.uv, "uv"},
+      {&l->attn.o_proj, "o_proj"},
+      {&l->attn.o_bias, "o_bias"},
+      {&l->gate.weight, "gate weight"},
+      {&l->gate.bias, "gate bias"},
+      {&l->experts.gate_up, "experts gate_up"},
+      {&l->experts.down, "experts down"},
+      {&l->shared.gate_up, "shared gate_up"},
+      {&l->shared.down, "shared down"},
+      {&l->dense.gate_up, "dense gate_up"},
+      {&l->dense.down, "dense down"},
+  };
+  for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++)
+    PDS_RETURN_IF_ERROR(check_tensor(plan, tensors[i].tensor, index, tensors[i].name));
+  return PDS_OK;
+}
+
+static pds_status check_plan(const pds_plan *plan) {
+  if (plan->kv_block == 0 || plan->max_context == 0 || plan->max_rows == 0 || plan->vocab == 0)
+    return pds_fail(PDS_ERR_PLAN_FORMAT, "plan constants: a size is 0");
+  if (plan->thread_scratch_bytes % 64 != 0 || plan->kv_block_bytes % 64 != 0)
+    return pds_fail(PDS_ERR_PLAN_FORMAT, "plan constants: a size is no multiple of 64");
+  for (int i = 0; i < PDS_BUF_COUNT; i++) {
+    uint64_t at = plan->buffer_offset[i], bytes = plan->buffer_bytes[i];
+    if (at % 64 != 0 || at > plan->scratch_bytes || bytes > plan->scratch_bytes - at)
+      return pds_fail(PDS_ERR_PLAN_FORMAT, "plan constants: buffer %d lies outside the scratch", i);
+  }
+  PDS_RETURN_IF_ERROR(check_tensor(plan, &plan->embed, 0, "embed"));
+  PDS_RETURN_IF_ERROR(check_tensor(plan, &plan->final_norm, 0, "final_norm"));
+  PDS_RETURN_IF_ERROR(check_tensor(plan, &plan->lm_head, 0, "lm_head"));
+  for (uint32_t i = 0; i < plan->n_layers; i++) PDS_RETURN_IF_ERROR(check_layer(plan, i));
+  return PDS_OK;
+}
+
+static pds_status check_cpu(const pds_plan *plan) {
+  size_t length;
+  const char *missing = pds_cpu_missing(plan->required_features, &length);
+  if (!missing) return PDS_OK;
+  return pds_fail(PDS_ERR_CPU, "the plan needs the CPU feature %.*s, which this CPU or its operating "
+                               "system lacks; compile with another --target",
+                  (int)length, missing);
+}
+
+/* --- life --- */
+
+static pds_status load_files(pds_engine *engine, int dir_fd, unsigned char *program) {
+  const pds_plan *plan = engine->plan;
+  PDS_RETURN_IF_ERROR(pds_read_file(dir_fd, "program.bin", program, plan->program_bytes));
+  PDS_RETURN_IF_ERROR(pds_programs_open(program, plan->program_bytes, &engine->programs));
+  PDS_RETURN_IF_ERROR(pds_programs_verify(&engine->programs, plan));
+  for (uint32_t i = 0; i < plan->n_files; i++) {
+    const void *base;
+    PDS_RETURN_IF_ERROR(pds_map_file(dir_fd, plan->files[i].path, plan->files[i].bytes, &base));
+    engine->files[i] = base;
+    engine->weight_bytes += plan->files[i].bytes;
+  }
+  return PDS_OK;
+}
+
+static pds_status start(pds_engine *engine, const pds_engine_layout *at, const char *plan_dir) {
+  unsigned char *arena = (unsigned char *)engine;
+  int dir_fd = open(plan_dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (dir_fd < 0)
+    return pds_fail(PDS_ERR_PLAN_FILE, "%.300s: %s; expected a plan directory", plan_dir,
+                    strerror(errno));
+  pds_status status = load_files(engine, dir_fd, arena + at->program);
+  close(dir_fd);
+  PDS_RETURN_IF_ERROR(status);
+  PDS_RETURN_IF_ERROR(
+      pds_pool_create(arena + at->pool, arena + at->workers, arena + at->stacks, engine->threads));
+  engine->pool = (pds_pool *)(arena + at->pool);
+  return PDS_OK;
+}
+
+pds_status pds_engine_create(const pds_engine_options *options, pds_engine **out_engine) {
+  if (!options || !options->plan_dir || !out_engine)
+    return pds_fail(PDS_ERR_ARGUMENT, "engine: a null pointer");
+  if (options->threads < 0 || options->threads > (int32_t)PDS_MAX_THREADS)
+    return pds_fail(PDS_ERR_ARGUMENT, "threads %d: expected 0 to %u", options->threads,
+                    PDS_MAX_THREADS);
+  const pds_plan *plan = &pds_the_plan;
+  const pds_isa_path *path;
+  PDS_RETURN_IF_ERROR(check_cpu(plan));
+  PDS_RETURN_IF_ERROR(pds_isa_choose(options->isa, &path));
+  PDS_RETURN_IF_ERROR(check_plan(plan));
+  uint32_t threads = options->threads ? (uint32_t)options->threads : pds_cpu_usable_cores();
+  if (threads > PDS_MAX_THREADS) threads = PDS_MAX_THREADS;
+  pds_engine_layout at = pds_layout_engine(plan, threads);
+  void *base;
+  PDS_RETURN_IF_ERROR(pds_map_anon(at.total, "engine", &base));
+  pds_engine *engine = base;
+  engine->plan = plan;
+  engine->path = path;
+  engine->files = (const unsigned char **)((unsigned char *)base + at.files);
+  engine->thread_scratch = (unsigned char *)base + at.scratch;
+  engine->bytes = at.total;
+  engine->threads = threads;
+  engine->pid = getpid();
+  engine->refs = 1;
+  pds_status status = start(engine, &at, options->plan_dir);
+  if (status != PDS_OK) {
+    pds_engine_release(engine);
+    return status;
+  }
+  *out_engine = engine;
+  return PDS_OK;
+}
+
+void pds_engine_retain(pds_engine *engine) {
+  atomic_fetch_add_explicit(&engine->refs, 1, memory_order_relaxed);
+}
+
+void pds_engine_release(pds_engine *engine) {
+  if (atomic_fetch_sub_explicit(&engine->refs, 1, memory_order_acq_rel) != 1) return;
+  /* After fork the workers exist in the parent alone: there is nothing to join here. */
+  if (engine->pool && engine->pid == getpid()) pds_pool_destroy(engine->pool);
+  for (uint32_t i = 0; i < engine->plan->n_files; i++)
+    pds_unmap(engine->files[i], engine->plan->files[i].bytes);
+  pds_unmap(engine, engine->bytes);
+}
+
+void pds_engine_destroy(pds_engine *engine) {
+  if (engine) pds_engine_release(engine);
+}
+
+pds_status pds_engine_get_info(const pds_engine *engine, pds_engine_info *out_info) {
+  if (!engine || !out_info) return pds_fail(PDS_ERR_ARGUMENT, "info: a null pointer");
+  const pds_plan *plan = engine->plan;
+  *out_info = (pds_engine_info){.abi_version = PDS_ABI_VERSION,
+                                .vocab = plan->vocab,
+                                .max_context = plan->max_context,
+                                .max_rows = plan->max_rows,
+                                .max_logits = plan->max_logits,
+                                .layers = plan->n_layers,
+                                .threads = engine->threads,
+                                .kv_block = plan->kv_block,
+                                .kv_block_bytes = plan->kv_block_bytes,
+                                .weight_bytes = engine->weight_bytes,
+                                .engine_bytes = engine->bytes,
+                                .isa = engine->path->name,
+                                .plan_hash = plan->plan_hash};
+  return PDS_OK;
+}

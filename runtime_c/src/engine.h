@@ -1,0 +1,52 @@
+/* engine.h: the engine and the session as the runtime's own files see them. */
+#ifndef PDS_ENGINE_H
+#define PDS_ENGINE_H
+
+#include <stdatomic.h>
+#include <sys/types.h>
+
+#include "dispatch.h"
+#include "kv.h"
+#include "memory.h"
+#include "plan_desc.h"
+#include "pool.h"
+#include "program.h"
+#include "trace.h"
+
+struct pds_engine {
+  const pds_plan *plan;
+  const pds_isa_path *path;
+  pds_programs programs;
+  pds_pool *pool; /* NULL until the workers run */
+  const unsigned char **files;
+  unsigned char *thread_scratch;
+  uint64_t bytes, weight_bytes;
+  uint32_t threads;
+  pid_t pid;             /* the process that created it: workers do not survive fork */
+  _Atomic uint32_t refs; /* itself and its sessions; the last one frees it */
+};
+_Static_assert(sizeof(struct pds_engine) <= PDS_ENGINE_HEADER, "PDS_ENGINE_HEADER");
+
+struct pds_session {
+  pds_engine *engine;
+  pds_kv kv;
+  unsigned char *scratch;
+  uint32_t *logit_rows; /* [max_logits] */
+  uint64_t bytes;
+  _Atomic bool busy;   /* a call that uses or changes the session's state is running */
+  _Atomic bool cancel; /* asked for by pds_cancel, cleared by the step that obeys */
+  pds_tap_fn tap;
+  void *tap_user;
+  pds_trace trace;
+  /* Read by pds_session_get_stats while a step runs. */
+  _Atomic uint64_t steps, rows, step_ns, expert_rows, experts_activated, weight_bytes;
+  _Atomic uint32_t blocks_used;
+};
+_Static_assert(sizeof(struct pds_session) <= PDS_SESSION_HEADER, "PDS_SESSION_HEADER");
+
+/* PDS_ERR_FORKED in a child process. */
+pds_status pds_engine_check_fork(const pds_engine *engine);
+void pds_engine_retain(pds_engine *engine);
+void pds_engine_release(pds_engine *engine);
+
+#endif

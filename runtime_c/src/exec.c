@@ -1,0 +1,189 @@
+/* exec.c: the executor of binary programs. The order is the program's own; waits were proved satisfiable by the
+ * verifier, and are checked again here against the events that have really been signalled. */
+#include "exec.h"
+
+#include <stdbool.h>
+
+typedef struct exec {
+  pds_session *session;
+  pds_step_ctx *ctx;
+  const pds_program *program;
+  uint64_t events[PDS_MAX_INSTRS / 64]; /* bit i: instruction i of the program is done */
+} exec;
+
+uint64_t pds_tensor_bytes(const pds_tensor *t) {
+  uint64_t panels = ((uint64_t)t->n + 15) / 16, k = ((uint64_t)t->k + 31) / 32 * 32;
+  switch (t->dtype) {
+  case PDS_F32: return panels * k * 16 * 4;
+  case PDS_BF16: return panels * k * 16 * 2;
+  case PDS_VEC_F32: return (uint64_t)t->n * 4;
+  default: return 0;
+  }
+}
+
+static uint64_t all_bytes(const pds_tensor *t) {
+  return pds_tensor_bytes(t) * (t->count > 1 ? t->count : 1);
+}
+
+static uint64_t mlp_bytes(const pds_mlp *mlp) {
+  return pds_tensor_bytes(&mlp->gate_up) + pds_tensor_bytes(&mlp->down);
+}
+
+static uint64_t attention_bytes(const pds_attention *a) {
+  return all_bytes(&a->in_proj) + all_bytes(&a->in_bias) + all_bytes(&a->q_norm) +
+         all_bytes(&a->k_norm) + all_bytes(&a->q_b) + all_bytes(&a->uk) + all_bytes(&a->uv) +
+         all_bytes(&a->o_proj) + all_bytes(&a->o_bias);
+}
+
+/* Weight bytes that the instruction reads, given the holes bound so far. */
+static uint64_t weight_bytes(const exec *e, const pds_instr *in, uint32_t experts) {
+  const pds_plan *plan = e->ctx->plan;
+  const pds_layer *layer = e->program->layer >= 0 ? &plan->layers[e->program->layer] : NULL;
+  switch (in->opcode) {
+  case PDS_OP_EMBED: return pds_tensor_bytes(&plan->embed) / (plan->vocab ? plan->vocab : 1) * e->ctx->rows;
+  case PDS_OP_NORM: return (uint64_t)plan->hidden * 4;
+  case PDS_OP_ATTENTION: return attention_bytes(&layer->attn);
+  case PDS_OP_GATE: return all_bytes(&layer->gate.weight) + all_bytes(&layer->gate.bias);
+  case PDS_OP_EXPERT: return experts * mlp_bytes(&layer->experts);
+  case PDS_OP_SHARED_EXPERT: return mlp_bytes(&layer->shared);
+  case PDS_OP_MLP: return mlp_bytes(&layer->dense);
+  case PDS_OP_LM_HEAD: return all_bytes(&plan->lm_head);
+  default: return 0;
+  }
+}
+
+/* The entries of ?c that an expert instruction names. */
+static uint32_t holes_of(const exec *e, const pds_instr *in, const pds_hole **out_holes) {
+  const pds_step_ctx *ctx = e->ctx;
+  *out_holes = ctx->cpu_holes;
+  if (in->index == PDS_INDEX_ALL) return ctx->n_cpu_holes;
+  *out_holes += in->index;
+  return in->index < ctx->n_cpu_holes ? 1 : 0; /* an unbound hole retires at once */
+}
+
+static pds_status compute(exec *e, const pds_instr *in, uint32_t *out_experts) {
+  pds_step_ctx *ctx = e->ctx;
+  pds_session *s = e->session;
+  uint32_t layer = (uint32_t)e->program->layer;
+  const pds_hole *holes;
+  switch (in->opcode) {
+  case PDS_OP_EMBED: pds_op_embed(ctx); return PDS_OK;
+  case PDS_OP_NORM: pds_op_norm(ctx, layer, (pds_norm_site)in->arg); return PDS_OK;
+  case PDS_OP_ATTENTION: pds_op_attention(ctx, layer); return PDS_OK;
+  case PDS_OP_MLP: pds_op_mlp(ctx, layer); return PDS_OK;
+  case PDS_OP_GATE: pds_op_gate(ctx, layer); return PDS_OK;
+  case PDS_OP_RECOMPILE: pds_op_recompile(ctx, layer); return PDS_OK;
+  case PDS_OP_SHARED_EXPERT: pds_op_shared_expert(ctx, layer); return PDS_OK;
+  case PDS_OP_EXPERT:
+    *out_experts = holes_of(e, in, &holes);
+    for (uint32_t i = 0; i < *out_experts; i++) s->expert_rows += holes[i].rows;
+    s->experts_activated += *out_experts;
+    if (*out_experts) pds_op_expert(ctx, layer, holes, *out_experts);
+    return PDS_OK;
+  case PDS_OP_COMBINE: pds_op_combine(ctx, layer, e->program->shared); return PDS_OK;
+  case PDS_OP_LM_HEAD: pds_op_lm_head(ctx); return PDS_OK;
+  case PDS_OP_SYNC: return PDS_OK; /* its waits are all there is to it */
+  default:
+    return pds_fail(PDS_ERR_VERIFY, "opcode %s on queue %s: not for a CPU",
+                    pds_opcode_name(in->opcode), pds_queue_name(in->queue));
+  }
+}
+
+static void tap(const exec *e, const pds_instr *in, uint32_t index) {
+  const pds_step_ctx *ctx = e->ctx;
+  uint32_t pitch = (ctx->plan->hidden + 31) / 32 * 32;
+  pds_tap_event event = {.layer = e->program->layer,
+                         .instr = (uint16_t)index,
+                         .opcode = in->opcode,
+                         .arg = in->arg,
+                         .rows = ctx->rows};
+  switch (in->opcode) {
+  case PDS_OP_EMBED:
+  case PDS_OP_ATTENTION:
+  case PDS_OP_MLP:
+  case PDS_OP_COMBINE:
+    event.data = pds_buf(ctx, PDS_BUF_HID);
+    event.cols = pitch;
+    break;
+  case PDS_OP_NORM:
+    event.data = pds_buf(ctx, PDS_BUF_XN);
+    event.cols = pitch;
+    if (in->arg == PDS_NORM_FINAL) event.rows = ctx->n_logits;
+    break;
+  case PDS_OP_GATE:
+    event.data = pds_buf(ctx, PDS_BUF_ROUTE_W);
+    event.ids = pds_buf(ctx, PDS_BUF_ROUTE_ID);
+    event.cols = e->program->top_k;
+    break;
+  case PDS_OP_LM_HEAD:
+    event.data = pds_buf(ctx, PDS_BUF_LOGITS);
+    event.cols = ctx->plan->vocab;
+    event.rows = ctx->n_logits;
+    break;
+  default: break;
+  }
+  e->session->tap(e->session->tap_user, &event);
+}
+
+static pds_status check_waits(const exec *e, const pds_instr *in, uint32_t index) {
+  for (uint32_t w = 0; w < in->n_waits; w++) {
+    uint32_t event = in->waits[w];
+    if (event & PDS_WAIT_IMPORT) continue; /* the program before this one has ended */
+    if (event >= index || !(e->events[event / 64] >> event % 64 & 1)) {
+      char name[32];
+      pds_program_name(e->program, name);
+      return pds_fail(PDS_ERR_VERIFY, "%s:@%u: waits for @%u, which has not run", name, index, event);
+    }
+  }
+  return PDS_OK;
+}
+
+static pds_status run_instr(exec *e, const pds_instr *in, uint32_t index) {
+  pds_session *s = e->session;
+  if (atomic_exchange_explicit(&s->cancel, false, memory_order_relaxed))
+    return pds_fail(PDS_ERR_CANCELLED, "the step was cancelled");
+  PDS_RETURN_IF_ERROR(check_waits(e, in, index));
+  uint64_t begin = s->trace.records ? pds_now_ns() : 0;
+  uint32_t experts = 0;
+  PDS_RETURN_IF_ERROR(compute(e, in, &experts));
+  e->events[index / 64] |= (uint64_t)1 << index % 64;
+  uint64_t bytes = weight_bytes(e, in, experts);
+  s->weight_bytes += bytes;
+  if (s->trace.records) {
+    pds_trace_record record = {.begin_ns = begin,
+                               .end_ns = pds_now_ns(),
+                               .bytes = bytes,
+                               .layer = e->program->layer,
+                               .instr = (uint16_t)index,
+                               .opcode = in->opcode,
+                               .queue = in->queue,
+                               .rows = e->ctx->rows,
+                               .experts = experts};
+    pds_trace_add(&s->trace, &record);
+  }
+  if (s->tap) tap(e, in, index);
+  return PDS_OK;
+}
+
+static pds_status run_program(pds_session *session, pds_step_ctx *ctx, const pds_program *program) {
+  exec e = {.session = session, .ctx = ctx, .program = program};
+  const pds_instr *instrs = pds_program_instrs(&session->engine->programs, program);
+  ctx->n_cpu_holes = 0;
+  for (uint32_t i = 0; i < program->n_instrs; i++)
+    PDS_RETURN_IF_ERROR(run_instr(&e, &instrs[i], i));
+  return PDS_OK;
+}
+
+pds_status pds_exec_step(pds_session *session, pds_step_ctx *ctx) {
+  const pds_programs *programs = &session->engine->programs;
+  int32_t phase = pds_programs_phase(programs, ctx->rows);
+  if (phase < 0)
+    return pds_fail(PDS_ERR_BATCH, "the plan has no programs for a step of %u rows", ctx->rows);
+  pds_op_rope_table(ctx);
+  PDS_RETURN_IF_ERROR(run_program(session, ctx, pds_programs_prologue(programs, (uint32_t)phase)));
+  for (uint32_t layer = 0; layer < ctx->plan->n_layers; layer++)
+    PDS_RETURN_IF_ERROR(
+        run_program(session, ctx, pds_programs_layer(programs, (uint32_t)phase, layer)));
+  if (ctx->n_logits == 0) return PDS_OK;
+  return run_program(session, ctx, pds_programs_epilogue(programs, (uint32_t)phase));
+}

@@ -1,0 +1,228 @@
+/* session.c: sessions: their life, pds_step, and the calls on sequences. */
+#define _GNU_SOURCE
+#include <string.h>
+#include <sys/mman.h>
+
+#include "cpu.h"
+#include "engine.h"
+#include "exec.h"
+#include "map.h"
+
+pds_status pds_session_create(pds_engine *engine, const pds_session_options *options,
+                              pds_session **out_session) {
+  if (!engine || !out_session) return pds_fail(PDS_ERR_ARGUMENT, "session: a null pointer");
+  PDS_RETURN_IF_ERROR(pds_engine_check_fork(engine));
+  const pds_plan *plan = engine->plan;
+  uint32_t max_seqs = options && options->max_seqs ? options->max_seqs : 1;
+  uint32_t kv_tokens = options && options->kv_tokens ? options->kv_tokens : plan->max_context;
+  if (max_seqs > PDS_MAX_SEQS)
+    return pds_fail(PDS_ERR_ARGUMENT, "max_seqs %u: expected at most %u", max_seqs, PDS_MAX_SEQS);
+  pds_session_layout at = pds_layout_session(plan, max_seqs, kv_tokens);
+  if (plan->kv_block_bytes && at.kv_blocks > (UINT64_MAX / 4) / plan->kv_block_bytes)
+    return pds_fail(PDS_ERR_MEMORY, "kv_tokens %u: the KV cache exceeds the address space", kv_tokens);
+  void *base;
+  PDS_RETURN_IF_ERROR(pds_map_anon(at.total, "session", &base));
+#if defined(MADV_HUGEPAGE)
+  madvise(base, at.total, MADV_HUGEPAGE); /* attention streams the KV; a refusal only costs speed */
+#endif
+  unsigned char *arena = base;
+  pds_session *session = base;
+  session->engine = engine;
+  session->bytes = at.total;
+  session->scratch = arena + at.scratch;
+  session->logit_rows = (uint32_t *)(arena + at.logit_rows);
+  pds_kv_init(&session->kv, plan, max_seqs, arena, &at);
+  pds_engine_retain(engine);
+  *out_session = session;
+  return PDS_OK;
+}
+
+void pds_session_destroy(pds_session *session) {
+  if (!session) return;
+  pds_engine *engine = session->engine;
+  pds_unmap(session, session->bytes);
+  pds_engine_release(engine);
+}
+
+/* Every call that uses or changes a session's state takes it for itself, or fails: nobody waits. */
+static pds_status enter(const pds_session *session) {
+  if (!session) return pds_fail(PDS_ERR_ARGUMENT, "the session is a null pointer");
+  PDS_RETURN_IF_ERROR(pds_engine_check_fork(session->engine));
+  pds_session *s = (pds_session *)(uintptr_t)session;
+  if (atomic_exchange_explicit(&s->busy, true, memory_order_acquire))
+    return pds_fail(PDS_ERR_BUSY, "another thread is using this session; give each thread its own");
+  return PDS_OK;
+}
+
+static pds_status leave(const pds_session *session, pds_status status) {
+  pds_session *s = (pds_session *)(uintptr_t)session;
+  atomic_store_explicit(&s->blocks_used, s->kv.blocks - s->kv.n_free, memory_order_relaxed);
+  atomic_store_explicit(&s->busy, false, memory_order_release);
+  return status;
+}
+
+/* --- the step --- */
+
+static pds_status check_batch(const pds_session *session, const pds_batch *batch) {
+  const pds_plan *plan = session->engine->plan;
+  if (!batch->token || !batch->position || !batch->seq)
+    return pds_fail(PDS_ERR_ARGUMENT, "batch: token, position or seq is a null pointer");
+  if (batch->n == 0) return pds_fail(PDS_ERR_BATCH, "batch: no rows");
+  if (batch->n > plan->max_rows)
+    return pds_fail(PDS_ERR_BATCH, "batch: %u rows, but the plan takes at most %u a step", batch->n,
+                    plan->max_rows);
+  for (uint32_t i = 0; i < batch->n; i++)
+    if (batch->token[i] < 0 || (uint32_t)batch->token[i] >= plan->vocab)
+      return pds_fail(PDS_ERR_TOKEN, "row %u: token %d, expected 0 to %u", i, batch->token[i],
+                      plan->vocab - 1);
+  return PDS_OK;
+}
+
+/* Lists the rows that want logits. */
+static pds_status list_logit_rows(const pds_session *session, const pds_batch *batch,
+                                  uint32_t *out_n) {
+  const pds_plan *plan = session->engine->plan;
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < batch->n; i++) {
+    bool wanted = batch->want_logits ? batch->want_logits[i] != 0 : i == batch->n - 1;
+    if (!wanted) continue;
+    if (n == plan->max_logits)
+      return pds_fail(PDS_ERR_BATCH, "batch: more than %u rows want logits, the plan's limit",
+                      plan->max_logits);
+    session->logit_rows[n++] = i;
+  }
+  *out_n = n;
+  return PDS_OK;
+}
+
+static pds_status run_step(pds_session *session, const pds_batch *batch, pds_logits *out_logits) {
+  uint64_t begin = pds_now_ns();
+  pds_engine *engine = session->engine;
+  pds_kv *kv = &session->kv;
+  uint32_t n_logits = 0;
+  PDS_RETURN_IF_ERROR(check_batch(session, batch));
+  PDS_RETURN_IF_ERROR(list_logit_rows(session, batch, &n_logits));
+  PDS_RETURN_IF_ERROR(pds_kv_begin(kv, batch->n, batch->seq, batch->position));
+  pds_step_ctx ctx = {.plan = engine->plan,
+                      .kernels = engine->path->kernels(),
+                      .pool = engine->pool,
+                      .files = engine->files,
+                      .scratch = session->scratch,
+                      .thread_scratch = engine->thread_scratch,
+                      .rows = batch->n,
+                      .token = batch->token,
+                      .position = batch->position,
+                      .seq = batch->seq,
+                      .logit_row = session->logit_rows,
+                      .n_logits = n_logits,
+                      .kv = kv->data,
+                      .table = kv->table,
+                      .table_stride = kv->seq_blocks};
+  ctx.cpu_holes = pds_buf(&ctx, PDS_BUF_HOLES);
+  pds_pool_open(engine->pool);
+  uint32_t fp = pds_fp_default();
+  pds_status status = pds_exec_step(session, &ctx);
+  pds_fp_restore(fp);
+  pds_pool_close(engine->pool);
+  if (status != PDS_OK) {
+    pds_kv_rollback(kv, batch->n, batch->seq);
+    return status;
+  }
+  pds_kv_commit(kv, batch->n, batch->seq);
+  out_logits->data = pds_buf(&ctx, PDS_BUF_LOGITS);
+  out_logits->rows = n_logits;
+  out_logits->vocab = engine->plan->vocab;
+  session->steps++;
+  session->rows += batch->n;
+  session->step_ns += pds_now_ns() - begin;
+  return PDS_OK;
+}
+
+pds_status pds_step(pds_session *session, const pds_batch *batch, pds_logits *out_logits) {
+  if (!batch || !out_logits) return pds_fail(PDS_ERR_ARGUMENT, "step: a null pointer");
+  PDS_RETURN_IF_ERROR(enter(session));
+  return leave(session, run_step(session, batch, out_logits));
+}
+
+void pds_cancel(pds_session *session) {
+  if (session) atomic_store_explicit(&session->cancel, true, memory_order_relaxed);
+}
+
+/* --- looking on --- */
+
+pds_status pds_session_get_stats(const pds_session *session, pds_session_stats *out_stats) {
+  if (!session || !out_stats) return pds_fail(PDS_ERR_ARGUMENT, "stats: a null pointer");
+  *out_stats = (pds_session_stats){.steps = session->steps,
+                                   .rows = session->rows,
+                                   .step_ns = session->step_ns,
+                                   .expert_rows = session->expert_rows,
+                                   .experts_activated = session->experts_activated,
+                                   .weight_bytes = session->weight_bytes,
+                                   .kv_blocks = session->kv.blocks,
+                                   .kv_blocks_used = session->blocks_used,
+                                   .session_bytes = session->bytes};
+  return PDS_OK;
+}
+
+pds_status pds_session_set_tap(pds_session *session, pds_tap_fn fn, void *user) {
+  PDS_RETURN_IF_ERROR(enter(session));
+  session->tap = fn;
+  session->tap_user = user;
+  return leave(session, PDS_OK);
+}
+
+pds_status pds_session_trace_start(pds_session *session, pds_trace_record *buffer,
+                                   uint64_t capacity) {
+  if (!buffer) return pds_fail(PDS_ERR_ARGUMENT, "trace: the buffer is a null pointer");
+  PDS_RETURN_IF_ERROR(enter(session));
+  session->trace = (pds_trace){.records = buffer, .capacity = capacity};
+  return leave(session, PDS_OK);
+}
+
+pds_status pds_session_trace_stop(pds_session *session, uint64_t *out_records,
+                                  uint64_t *out_dropped) {
+  if (!out_records || !out_dropped) return pds_fail(PDS_ERR_ARGUMENT, "trace: a null pointer");
+  PDS_RETURN_IF_ERROR(enter(session));
+  *out_records = session->trace.count;
+  *out_dropped = session->trace.dropped;
+  session->trace = (pds_trace){0};
+  return leave(session, PDS_OK);
+}
+
+/* --- sequences --- */
+
+pds_status pds_seq_length(const pds_session *session, int32_t seq, uint32_t *out_tokens) {
+  if (!out_tokens) return pds_fail(PDS_ERR_ARGUMENT, "length: a null pointer");
+  PDS_RETURN_IF_ERROR(enter(session));
+  pds_status status = pds_kv_check_seq(&session->kv, seq);
+  if (status == PDS_OK) *out_tokens = session->kv.length[seq];
+  return leave(session, status);
+}
+
+pds_status pds_seq_truncate(pds_session *session, int32_t seq, uint32_t tokens) {
+  PDS_RETURN_IF_ERROR(enter(session));
+  return leave(session, pds_kv_truncate(&session->kv, seq, tokens));
+}
+
+pds_status pds_seq_fork(pds_session *session, int32_t src, int32_t dst) {
+  PDS_RETURN_IF_ERROR(enter(session));
+  return leave(session, pds_kv_fork(&session->kv, src, dst));
+}
+
+pds_status pds_seq_save_size(const pds_session *session, int32_t seq, uint64_t *out_bytes) {
+  if (!out_bytes) return pds_fail(PDS_ERR_ARGUMENT, "save: a null pointer");
+  PDS_RETURN_IF_ERROR(enter(session));
+  return leave(session, pds_kv_save_size(&session->kv, seq, out_bytes));
+}
+
+pds_status pds_seq_save(const pds_session *session, int32_t seq, void *buffer, uint64_t bytes) {
+  if (!buffer) return pds_fail(PDS_ERR_ARGUMENT, "save: the buffer is a null pointer");
+  PDS_RETURN_IF_ERROR(enter(session));
+  return leave(session, pds_kv_save(&session->kv, seq, buffer, bytes));
+}
+
+pds_status pds_seq_restore(pds_session *session, int32_t seq, const void *buffer, uint64_t bytes) {
+  if (!buffer) return pds_fail(PDS_ERR_ARGUMENT, "restore: the buffer is a null pointer");
+  PDS_RETURN_IF_ERROR(enter(session));
+  return leave(session, pds_kv_restore(&session->kv, seq, buffer, bytes));
+}
