@@ -3,6 +3,7 @@
 #define PDS_ENGINE_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <sys/types.h>
 
 #include "dispatch.h"
