@@ -1,0 +1,111 @@
+"""Chosen numbers of rows for one expert, on every kernel path.
+
+Holds: "Rows per expert exactly 0, 1, 2, 3, 7, 8, 9 (steered by a router bias) are right on every
+ISA path". The model is a DeepSeek-V3 of one layer whose attention adds nothing, so that a row's
+expert depends on its token alone and tokens can be picked to fill each expert exactly; the
+correction bias starves the experts that must get nothing.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.hf_reference import Reference, assert_rows_agree, load_reference, run_reference
+from support.plans import PlanStore
+from support.runs import prefill_all
+from support.tiny_configs import (
+    build_random_model,
+    hub_tensors,
+    random_tiny_config,
+    save_checkpoint,
+)
+
+import pdscope
+
+COUNTS = (0, 1, 2, 3, 7, 8, 9)
+EXPERTS, VOCAB = 16, 500
+STARVED = (0, 5, 15)
+SEED = 3
+
+
+def steered_model(out: Path) -> None:
+    """Saves the model: top-1 of 16 experts, the starved ones with an overwhelming bias."""
+    config = random_tiny_config("deepseek_v3", SEED) | {
+        "vocab_size": VOCAB,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": EXPERTS,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 2.5,
+        "hidden_size": 96,
+        "moe_intermediate_size": 80,
+    }
+    tensors = hub_tensors(build_random_model(config, SEED), config)
+    for name, tensor in tensors.items():
+        if name.endswith("o_proj.weight"):
+            tensor.zero_()
+        if name.endswith("e_score_correction_bias"):
+            tensor.zero_()
+            tensor[list(STARVED)] = -10.0
+    save_checkpoint(tensors, config, out)
+
+
+def experts_of_tokens(model: Any) -> torch.Tensor:
+    """The expert that each token id is sent to."""
+    chosen: list[torch.Tensor] = []
+    gate = model.model.layers[0].mlp.gate
+    hook = gate.register_forward_hook(lambda _m, _a, out: chosen.append(out[2]))
+    with torch.no_grad():
+        model(torch.arange(VOCAB)[:, None], use_cache=False)
+    hook.remove()
+    return chosen[0].reshape(-1)
+
+
+def steered_ids(model: Any) -> list[int]:
+    """Token ids that give some expert exactly each of COUNTS rows, shuffled."""
+    experts = experts_of_tokens(model)
+    pools = [torch.nonzero(experts == e).flatten().tolist() for e in range(EXPERTS)]
+    ids: list[int] = []
+    wanted = sorted(COUNTS, reverse=True)
+    for pool in sorted(pools, key=len, reverse=True)[: len(wanted)]:
+        ids += pool[: wanted.pop(0)]
+    got = torch.bincount(experts[ids], minlength=EXPERTS).tolist()
+    assert sorted(got, reverse=True)[:6] == [9, 8, 7, 3, 2, 1] and sum(got) == 30
+    assert all(got[e] == 0 for e in STARVED)
+    return [int(i) for i in np.random.default_rng(0).permutation(ids)]
+
+
+@pytest.fixture(scope="module")
+def steered(plans: PlanStore) -> tuple[Path, Any, list[int]]:
+    folder = plans.once("steered.model", steered_model)
+    model = load_reference(folder)
+    return folder, model, steered_ids(model)
+
+
+def test_fp32(plans: PlanStore, steered: tuple[Path, Any, list[int]], isa: str) -> None:
+    """All counts in one step, and each count alone as a step of that many rows of one expert."""
+    folder, model, ids = steered
+    experts = experts_of_tokens(model)
+    with pdscope.load(plans.compile(folder, dtype="fp32"), threads=2, isa=isa) as engine:
+        assert_rows_agree(prefill_all(engine, ids), run_reference(model, ids), what=isa)
+        crowded = torch.nonzero(experts == experts[ids].mode().values).flatten().tolist()
+        for count in COUNTS[1:]:
+            same = crowded[:count]
+            reference = run_reference(model, same)
+            assert_rows_agree(prefill_all(engine, same), reference, what=f"{isa}, {count} rows")
+
+
+def test_bf16(plans: PlanStore, steered: tuple[Path, Any, list[int]], isa: str) -> None:
+    """All counts in one step; the reference has bf16 weights and computes in fp32."""
+    folder, _, ids = steered
+    rounded = load_reference(folder, torch.bfloat16).float()
+    reference = run_reference(rounded, ids)
+    reference = Reference(reference.logits, reference.margin / 100)  # bf16 scores: wider ties
+    with pdscope.load(plans.compile(folder, dtype="bf16"), threads=2, isa=isa) as engine:
+        ours = prefill_all(engine, ids)
+        assert_rows_agree(ours, reference, tolerance=2e-2, what=isa)
