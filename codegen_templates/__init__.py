@@ -1,13 +1,14 @@
 """Renders templates: the C sources of a plan and chat templates. The sole user of jinja2.
 
-May import jinja2 and pdscope.errors. Templates instantiate (constants, tables, loops over data); they hold
-no algorithms, and an undefined name in one of ours is an error.
+May import jinja2 and pdscope.errors. Templates instantiate (constants, tables, loops over data);
+they hold no algorithms, and an undefined name in one of ours is an error.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -22,7 +23,7 @@ from pdscope.errors import InputError
 @cache
 def _c_environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.PackageLoader("pdscope.codegen_templates", package_path=""),
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -31,12 +32,16 @@ def _c_environment() -> jinja2.Environment:
 
 
 def render(template_name: str, **variables: object) -> str:
-    """The text of one of our templates, e.g. "plan.c.j2". A variable that it misses is jinja2.UndefinedError."""
+    """The text of one of our templates, e.g. "plan.c.j2". A variable that it misses is
+    jinja2.UndefinedError.
+    """
     return _c_environment().get_template(template_name).render(**variables)
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training masks; for inference its body is plain text."""
+    """`{% generation %}` marks assistant text for training masks; for inference its body is plain
+    text.
+    """
 
     tags = {"generation"}
 
@@ -72,8 +77,8 @@ def _strftime_now(pattern: str) -> str:
 
 @cache
 def _chat_template(source: str) -> jinja2.Template:
-    # A chat template comes with the model, so it is foreign code: the sandbox keeps it from attributes that
-    # reach the interpreter and from changing what it is given.
+    # A chat template comes with the model, so it is foreign code: the sandbox keeps it from
+    # attributes that reach the interpreter and from changing what it is given.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -94,8 +99,9 @@ def render_chat(
 ) -> str:
     """The prompt text of a conversation.
 
-    `template` is the source of a Hugging Face chat template, `messages` are {"role": ..., "content": ...},
-    `variables` are what else the template reads (bos_token, tools, enable_thinking, ...).
+    `template` is the source of a Hugging Face chat template, `messages` are {"role": ...,
+    "content": ...}, `variables` are what else the template reads (bos_token, tools,
+    enable_thinking, ...).
     Raises InputError when the template is broken or refuses the messages.
     """
     try:
@@ -103,7 +109,9 @@ def render_chat(
             messages=messages, add_generation_prompt=add_generation_prompt, **variables
         )
     except _RaisedByTemplate as error:
-        raise InputError(f"chat template: {error}: change the messages to what it accepts") from None
+        raise InputError(
+            f"chat template: {error}: change the messages to what it accepts"
+        ) from None
     except jinja2.TemplateError as error:
         raise InputError(
             f"chat template: {error}: the model's template cannot render these messages; "
@@ -111,6 +119,7 @@ def render_chat(
         ) from None
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise InputError(
-            f"chat template: {type(error).__name__}: {error}: each message needs the fields that the "
+            f"chat template: {type(error).__name__}: {error}: each message needs the fields that "
+            "the "
             "template reads, usually 'role' and 'content'"
         ) from None

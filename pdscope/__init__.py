@@ -1,8 +1,8 @@
 """PDScope: compiles a Mixture-of-Experts model to a plan and runs the plan.
 
-`compile` and `load` are the two ways in. Names are resolved on first use (PEP 562), so that importing this
-package, or running a plan, imports neither torch nor transformers. May import pdscope.errors at once and
-anything of ours lazily.
+`compile` and `load` are the two ways in. Names are resolved on first use (PEP 562), so that
+importing this package, or running a plan, imports neither torch nor transformers. May import
+pdscope.errors at once and anything of ours lazily.
 """
 
 import importlib

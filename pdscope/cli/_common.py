@@ -1,0 +1,67 @@
+"""What every command shares: errors become one line and an exit status.
+
+0 is success, 1 a fault of input or environment (cause and remedy on standard error), 2 wrong usage,
+130 an interrupt. Anything else that escapes is a defect and shows its traceback. May import click
+and pdscope.errors.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import click
+
+from pdscope.errors import PdscopeError
+
+
+class Command(click.Command):
+    """A click command with our exit statuses."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        name = prog_name or self.name
+        if not standalone_mode:
+            return super().main(args, name, complete_var, standalone_mode=False, **extra)
+        try:
+            result = super().main(args, name, complete_var, standalone_mode=False, **extra)
+            sys.stdout.flush()
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except (KeyboardInterrupt, click.Abort):
+            sys.stderr.write("\n")
+            sys.exit(128 + signal.SIGINT)
+        except BrokenPipeError:
+            # The reader of our output has gone; say nothing, also not at interpreter exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        except PdscopeError as error:
+            fail(str(error))
+        except OSError as error:
+            what = f"{error.filename}: " if error.filename else ""
+            fail(f"{what}{error.strerror or error}")
+        except MemoryError:
+            fail("out of memory: close other programs, or compile with a smaller --max-context")
+        # click gives the status of --help and --version back as a number.
+        sys.exit(result if isinstance(result, int) else 0)
+
+
+def command(name: str) -> Callable[[Callable[..., Any]], Command]:
+    """Decorates a function as one of our commands; the result is also the console script."""
+    return click.command(
+        name, cls=Command, context_settings={"help_option_names": ["-h", "--help"]}
+    )
+
+
+def fail(message: str) -> NoReturn:
+    """One line on standard error, status 1."""
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    sys.exit(1)

@@ -1,0 +1,214 @@
+"""pdscope-bench: how fast a plan prefills and decodes, measured as llama-bench does."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pdscope.cli._common import command
+from pdscope.errors import BudgetError
+
+if TYPE_CHECKING:
+    from pdscope.engine import Engine
+
+
+def _counts(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[int, ...]:
+    parts = value.split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise click.BadParameter(f"{value!r} is not a list of counts such as 512,4096.")
+    return tuple(int(part) for part in parts)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One test: `seconds` of each repetition for `tokens` tokens."""
+
+    test: str
+    tokens: int
+    seconds: tuple[float, ...]
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Tokens a second."""
+        return tuple(self.tokens / s for s in self.seconds)
+
+    def spread(self) -> dict[str, float]:
+        rates = self.rates
+        return {
+            "mean": statistics.fmean(rates),
+            "stddev": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+            "min": min(rates),
+            "median": statistics.median(rates),
+            "max": max(rates),
+        }
+
+
+@command("pdscope-bench")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "-p",
+    "--n-prompt",
+    metavar="N[,N...]",
+    callback=_counts,
+    default="512",
+    show_default=True,
+    help="Prefill tests: prompt lengths; 0 skips.",
+)
+@click.option(
+    "-n",
+    "--n-gen",
+    metavar="N[,N...]",
+    callback=_counts,
+    default="128",
+    show_default=True,
+    help="Decode tests: tokens one after the other, from an empty context; 0 skips.",
+)
+@click.option(
+    "-r",
+    "--repetitions",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Measured runs of each test.",
+)
+@click.option("--no-warmup", is_flag=True, help="Leave out the unmeasured run before each test.")
+@click.option(
+    "-t",
+    "--threads",
+    type=click.IntRange(0, 1024),
+    default=0,
+    help="Worker threads. 0: PDSCOPE_THREADS, else one per usable core.",
+)
+@click.option(
+    "--isa", help="Force a kernel path: scalar, avx2, ... Default: PDSCOPE_ISA, or the best."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a Markdown table.")
+def main(
+    plan: Path,
+    n_prompt: tuple[int, ...],
+    n_gen: tuple[int, ...],
+    repetitions: int,
+    no_warmup: bool,
+    threads: int,
+    isa: str | None,
+    as_json: bool,
+) -> None:
+    """Measure the speed of a plan in tokens a second.
+
+    ppN is the prefill of a prompt of N tokens, tgN the decode of N tokens, both of random tokens
+    and without sampling, as llama-bench measures them. Each test has a warm-up run and then -r
+    measured ones, of which the table gives mean and standard deviation, and least, median and
+    greatest.
+
+    \b
+    pdscope-bench plan/
+    pdscope-bench plan/ -p 512,4096 -n 64 -r 5
+    pdscope-bench plan/ -p 0 -n 32 --json
+    """
+    from pdscope.engine import load
+    from pdscope.plan import Plan
+
+    opened = Plan.open(plan)
+    tests = [("pp", n) for n in n_prompt if n] + [("tg", n) for n in n_gen if n]
+    if not tests:
+        raise click.UsageError("Nothing to measure: -p and -n are both 0.")
+    for kind, n in tests:
+        if n > opened.max_context:
+            flag = "-p" if kind == "pp" else "-n"
+            raise BudgetError(
+                f"{flag} {n}: the plan's context is {opened.max_context} tokens: measure fewer, or "
+                "recompile with a larger --max-context"
+            )
+    with load(opened, threads=threads, isa=isa) as engine:
+        results = [_measure(engine, kind, n, repetitions, not no_warmup) for kind, n in tests]
+        report = [_report(engine, result) for result in results]
+        click.echo(json.dumps(report, indent=2) if as_json else _markdown(engine, results))
+
+
+def _measure(engine: "Engine", kind: str, n: int, repetitions: int, warmup: bool) -> Result:
+    import numpy as np
+
+    ids = np.random.default_rng(n).integers(0, engine.info.vocab, n, dtype=np.int32)
+    tokens = ids.tolist()
+    session = engine.main
+
+    def prefill() -> None:
+        session.prefill(ids)
+
+    def decode() -> None:
+        for token in tokens:
+            session.decode(token)
+
+    run = prefill if kind == "pp" else decode
+    if warmup:
+        _timed(session.reset, run)
+    seconds = tuple(_timed(session.reset, run) for _ in range(repetitions))
+    return Result(f"{kind}{n}", n, seconds)
+
+
+def _timed(before: Callable[[], None], run: Callable[[], None]) -> float:
+    before()
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _report(engine: "Engine", result: Result) -> dict[str, Any]:
+    model = engine.plan.model
+    return {
+        "test": result.test,
+        "tokens": result.tokens,
+        "repetitions": len(result.seconds),
+        "tokens_per_second": result.spread(),
+        "samples_seconds": list(result.seconds),
+        "model": model["architecture"],
+        "source": model["source_name"],
+        "parameters": model["parameters"],
+        "dtype": engine.plan.data["dtype"],
+        "weight_bytes": engine.info.weight_bytes,
+        "isa": engine.info.isa,
+        "threads": engine.info.threads,
+        "plan_hash": engine.plan.plan_hash,
+    }
+
+
+def _markdown(engine: "Engine", results: list[Result]) -> str:
+    from pdscope.cli.format import human_bytes, markdown
+
+    model, info = engine.plan.model, engine.info
+    same = (
+        f"{model['source_name']} {engine.plan.data['dtype']}",
+        human_bytes(info.weight_bytes),
+        _count(model["parameters"]),
+        info.isa,
+        str(info.threads),
+    )
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        yield (
+            *("model", "size", "params", "isa", "threads"),
+            *("test", "t/s", "min", "median", "max"),
+        )
+        for result in results:
+            s = result.spread()
+            mean = f"{s['mean']:.2f} ± {s['stddev']:.2f}"
+            rest = (f"{s[key]:.2f}" for key in ("min", "median", "max"))
+            yield (*same, result.test, mean, *rest)
+
+    return markdown(list(rows()))
+
+
+def _count(parameters: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M")):
+        if parameters >= size:
+            return f"{parameters / size:.2f} {unit}"
+    return str(parameters)
+
+
+if __name__ == "__main__":
+    main()

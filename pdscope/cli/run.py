@@ -1,0 +1,263 @@
+"""pdscope-run: a prompt in, text out."""
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pdscope import config
+from pdscope.cli._common import command
+from pdscope.errors import InputError
+
+if TYPE_CHECKING:
+    from pdscope.engine import Engine
+    from pdscope.generation import Completion
+    from pdscope.observe import Trace
+
+# 40 bytes a record; pages that stay unused take no memory.
+_MOST_RECORDS = 1 << 24
+
+
+@command("pdscope-run")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("-p", "--prompt", help="Text to continue. Default: standard input.")
+@click.option(
+    "--chat",
+    is_flag=True,
+    help="Put the prompt into the model's chat template. Without a prompt, on a terminal: a "
+    "conversation.",
+)
+@click.option("--system", help="System message before a --chat prompt.")
+@click.option(
+    "-n",
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Stop after this many tokens.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="0: greedy, always the likeliest token.",
+)
+@click.option(
+    "--top-k", type=click.IntRange(min=0), default=0, help="Only the K likeliest; 0: off."
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    help="Only the likeliest that together reach P; 1: off.",
+)
+@click.option(
+    "--min-p",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Only those at least P times as likely as the likeliest; 0: off.",
+)
+@click.option(
+    "--repetition-penalty",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    help="Above 1 makes tokens that were there already less likely; 1: off.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**64 - 1),
+    help="Of the sampling; the same seed gives the same text. Default: a fresh one.",
+)
+@click.option("--stop", multiple=True, help="Stop before this text. May be given several times.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text tokens.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object at the end, no stream."
+)
+@click.option(
+    "-t",
+    "--threads",
+    type=click.IntRange(0, 1024),
+    default=0,
+    help="Worker threads. 0: PDSCOPE_THREADS, else one per usable core.",
+)
+@click.option(
+    "--isa", help="Force a kernel path: scalar, avx2, ... Default: PDSCOPE_ISA, or the best."
+)
+@click.option(
+    "--trace",
+    "trace_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write every instruction as Chrome/Perfetto JSON (open in ui.perfetto.dev).",
+)
+@click.option("--verify", is_flag=True, help="Check the SHA-256 of every file of the plan first.")
+def main(
+    plan: Path,
+    prompt: str | None,
+    chat: bool,
+    system: str | None,
+    as_json: bool,
+    threads: int,
+    isa: str | None,
+    trace_file: Path | None,
+    verify: bool,
+    **options: Any,
+) -> None:
+    """Run a compiled plan: continue a prompt, answer a question, or converse.
+
+    PLAN is the directory that pdscope-compile wrote. The text goes to standard output as it comes,
+    speed to standard error. The prompt is --prompt, or standard input without its last newline.
+
+    \b
+    pdscope-run plan/ --prompt 'Once upon a time' -n 64
+    pdscope-run plan/ --chat --prompt 'What is a mixture of experts?' --temperature 0.7 --seed 1
+    pdscope-run plan/ --chat                     # a conversation, on a terminal
+    pdscope-run plan/ --json < prompt.txt
+    pdscope-run plan/ --prompt Hi --trace out.json
+
+    PDSCOPE_DEBUG=1 says what was loaded, 2 adds timings, 6 sums up the instruction trace.
+    """
+    conversation = chat and prompt is None and sys.stdin.isatty() and not as_json
+    if prompt is None and sys.stdin.isatty() and not conversation:
+        raise click.UsageError("Give --prompt, --chat, or a prompt on standard input.")
+    if system is not None and not chat:
+        raise click.UsageError("--system needs --chat.")
+    text = "" if conversation else _read_prompt(prompt)
+    options["stop"] = list(options["stop"])
+
+    from pdscope.engine import load
+
+    begin = time.perf_counter()
+    engine = load(plan, threads=threads, isa=isa, verify=verify)
+    load_seconds = time.perf_counter() - begin
+    with engine:
+        _say_loaded(engine, load_seconds)
+        with ExitStack() as stack:
+            trace = _tracing(stack, engine, trace_file, options["max_new_tokens"], conversation)
+            if conversation:
+                from pdscope.cli.conversation import converse
+
+                converse(engine, system, options)
+                completion = None
+            else:
+                start = [{"role": "system", "content": system}] if system else []
+                messages = [*start, {"role": "user", "content": text}]
+                completion = _complete(
+                    engine, messages if chat and text else text, as_json, options
+                )
+        if trace is not None:
+            _finish_trace(trace, trace_file, plan)
+        if completion is not None and as_json:
+            _print_json(engine, completion, load_seconds)
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is None:
+        data = sys.stdin.buffer.read()
+        try:
+            prompt = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"standard input is not valid UTF-8 (byte 0x{data[error.start]:02x} at offset "
+                f"{error.start}): convert it first, e.g. with iconv -t utf-8"
+            ) from None
+        prompt = prompt.removesuffix("\n").removesuffix("\r")
+    if not prompt:
+        raise InputError("the prompt is empty: give text with --prompt or on standard input")
+    return prompt
+
+
+def _complete(engine: "Engine", prompt: Any, quiet: bool, options: dict[str, Any]) -> "Completion":
+    stream = engine.generate(prompt, stream=True, **options)
+    if not quiet and engine.has_tokenizer and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
+    for piece in stream:
+        if piece and not quiet:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    completion = stream.completion
+    assert completion is not None
+    if not quiet:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        click.echo(speeds(completion), err=True)
+    return completion
+
+
+def speeds(completion: "Completion") -> str:
+    """One line: how long and how fast."""
+
+    def part(what: str, tokens: int, seconds: float, rate: float | None) -> str:
+        return f"{what} {tokens} tokens in {seconds:.2f} s" + (
+            f" ({rate:.1f} tok/s)" if rate else ""
+        )
+
+    new = completion.prompt_tokens - completion.cached_tokens
+    first = part("prefill", new, completion.prefill_seconds, completion.prefill_tokens_per_second)
+    then = part(
+        "decode",
+        len(completion.tokens),
+        completion.decode_seconds,
+        completion.decode_tokens_per_second,
+    )
+    return f"[{first}; {then}; stopped by {completion.stop_reason}]"
+
+
+def _print_json(engine: "Engine", completion: "Completion", load_seconds: float) -> None:
+    data = completion.as_dict()
+    timings = {k: v for k, v in data.items() if k.endswith("_seconds") or k.endswith("_per_second")}
+    report = {
+        **{k: v for k, v in data.items() if k not in timings},
+        "timings": {"load_seconds": load_seconds, **timings},
+        "plan_hash": engine.plan.plan_hash,
+        "isa": engine.info.isa,
+        "threads": engine.info.threads,
+    }
+    click.echo(json.dumps(report, indent=2, ensure_ascii=False))
+
+
+def _say_loaded(engine: "Engine", seconds: float) -> None:
+    if config.debug_level() >= 1:
+        model, info = engine.plan.model, engine.info
+        click.echo(
+            f"{model['architecture']} {engine.plan.data['dtype']}, {info.layers} layers, context "
+            f"{info.max_context}; isa {info.isa}, {info.threads} threads; loaded in "
+            f"{seconds:.2f} s",
+            err=True,
+        )
+
+
+def _tracing(
+    stack: ExitStack, engine: "Engine", file: Path | None, tokens: int, conversation: bool
+) -> "Trace | None":
+    if file is None and config.debug_level() < 6:
+        return None
+    # Programs are counted over the three phases, of which a step runs one.
+    per_step = engine.plan.data["programs"]["instructions"] // 3 + 1
+    steps = engine.info.max_context + 64 if conversation else tokens
+    prefill = engine.info.max_context // engine.info.max_rows + 2
+    capacity = min(per_step * (min(steps, engine.info.max_context) + prefill), _MOST_RECORDS)
+    return stack.enter_context(engine.main.trace(capacity))
+
+
+def _finish_trace(trace: "Trace", file: Path | None, plan: Path) -> None:
+    from pdscope.perfetto import summary, write_trace
+
+    if file is not None:
+        write_trace(trace, file, plan.name)
+    if trace.dropped:
+        click.echo(f"note: {trace.dropped} instructions did not fit the trace", err=True)
+    if config.debug_level() >= 6:
+        from pdscope.cli.format import table
+
+        click.echo(table(summary(trace)), err=True)
+    if config.debug_level() >= 2 and file is not None:
+        click.echo(f"{len(trace.records)} instructions written to {file}", err=True)
+
+
+if __name__ == "__main__":
+    main()

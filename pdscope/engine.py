@@ -1,0 +1,241 @@
+"""One loaded plan: its library, weights and workers, and the sessions on it.
+
+May import pdscope.{config,errors,native,plan,session,tokens}; never torch, transformers or the
+compiler.
+"""
+
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pdscope import config
+from pdscope.errors import InputError, PdscopeError, PlanError
+from pdscope.generation import Completion, Stream
+from pdscope.native import EngineHandle, ffi
+from pdscope.plan import Plan
+from pdscope.session import Messages, Prompt, Session, SessionStats
+from pdscope.tokens import Tokenizer
+
+
+def load(
+    plan: str | Path | Plan, *, threads: int = 0, isa: str | None = None, verify: bool = False
+) -> "Engine":
+    """Loads a plan directory for running.
+
+    threads: workers, the caller included; 0: PDSCOPE_THREADS, else one per usable core.
+    isa: kernel path to force (scalar, avx2, ...); None: PDSCOPE_ISA, else the best that the CPU
+    has. verify: check every file's SHA-256 first.
+    Raises PlanError (missing, cut short, edited, other version) or TargetError (this CPU cannot run
+    it).
+    """
+    if not isinstance(plan, Plan):
+        plan = Plan.open(plan, verify=verify)
+    elif verify:
+        plan = Plan.open(plan.path, verify=True)
+    return Engine(plan, threads=threads, isa=isa)
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """`pds_engine_info` of pdscope.h."""
+
+    vocab: int
+    max_context: int  # positions a sequence may hold
+    max_rows: int  # rows of one step
+    max_logits: int  # rows of one step that may want logits
+    layers: int
+    threads: int
+    kv_block: int  # tokens in one KV block
+    kv_block_bytes: int
+    weight_bytes: int  # mapped weight files
+    engine_bytes: int  # anonymous memory of the engine
+    isa: str  # kernel path in use
+    plan_hash: str
+
+
+class Engine:
+    """A loaded plan. Its methods that run the model work on one session of their own; `session()`
+    makes more.
+
+    Safe from several threads: calls on one session take turns, sessions run side by side. After
+    os.fork() the child must load the plan again.
+    """
+
+    def __init__(self, plan: Plan, *, threads: int = 0, isa: str | None = None) -> None:
+        if not 0 <= threads <= 1024:
+            raise InputError(f"threads is {threads}, expected 0 (one per core) to 1024")
+        plan.check_machine()
+        self.plan = plan
+        self._lock = threading.Lock()
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._main: Session | None = None
+        self._handle: EngineHandle | None = EngineHandle(plan, threads or config.threads(), isa)
+        self.info = _info(self._handle)
+        _check_same(plan, self.info)
+
+    @property
+    def handle(self) -> EngineHandle:
+        """For Session: what owns the C engine. Raises PdscopeError when closed or after
+        os.fork().
+        """
+        handle = self._handle
+        if handle is None:
+            raise PdscopeError("the engine is closed: load the plan again")
+        if os.getpid() != handle.pid:
+            raise PdscopeError(
+                "this engine was loaded before os.fork() and its threads do not exist in the "
+                "child: "
+                "call pdscope.load() in the child process"
+            )
+        return handle
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.plan.data["tokenizer"]["file"] is not None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The plan's tokenizer; InputError when it has none."""
+        return Tokenizer(self.plan)
+
+    @property
+    def main(self) -> Session:
+        """The session behind this engine's own prefill, decode, generate, ...: one sequence, full
+        context.
+        """
+        handle = self.handle
+        with self._lock:
+            if self._main is None:
+                assert handle is self._handle
+                self._main = Session(self)
+                self._sessions.add(self._main)
+            return self._main
+
+    def session(self, max_seqs: int = 1, kv_tokens: int = 0) -> Session:
+        """A further session: up to `max_seqs` sequences that share `kv_tokens` tokens of KV.
+
+        kv_tokens 0: one full context. Raises BudgetError when the memory is not there.
+        """
+        session = Session(self, max_seqs, kv_tokens)
+        with self._lock:
+            self._sessions.add(session)
+        return session
+
+    # --- the main session ---
+
+    def prefill(self, ids: ArrayLike, *, all_logits: bool = False) -> NDArray[np.float32]:
+        """See Session.prefill: appends ids; logits [vocab] of the last, or [n, vocab] of all."""
+        return self.main.prefill(ids, all_logits=all_logits)
+
+    def decode(self, token: int) -> NDArray[np.float32]:
+        """See Session.decode: appends one id; logits [vocab], valid until the next step."""
+        return self.main.decode(token)
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | Messages | None = ...,
+        *,
+        stream: Literal[False] = ...,
+        **options: Any,
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self, prompt: Prompt | Messages | None = ..., *, stream: Literal[True], **options: Any
+    ) -> Stream: ...
+    @overload
+    def generate(
+        self, prompt: Prompt | Messages | None = ..., *, stream: bool, **options: Any
+    ) -> Completion | Stream: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Messages | None = None,
+        *,
+        stream: bool = False,
+        **options: Any,
+    ) -> Completion | Stream:
+        """See Session.generate, and pdscope.generation.Request for every option."""
+        return self.main.generate(prompt, stream=stream, **options)
+
+    def reset(self) -> None:
+        """Empties the main session's sequence."""
+        self.main.reset()
+
+    def truncate(self, tokens: int) -> None:
+        """Keeps the first `tokens` tokens of the main session's sequence."""
+        self.main.truncate(0, tokens)
+
+    def save(self, path: str | Path | None = None) -> bytes | None:
+        """See Session.save: the KV of the main session's sequence."""
+        return self.main.save(0, path)
+
+    def restore(self, saved: bytes | bytearray | memoryview | str | Path) -> None:
+        """See Session.restore."""
+        self.main.restore(saved)
+
+    def stats(self) -> SessionStats:
+        """Totals of the main session; what belongs to the whole engine is in `info`."""
+        return self.main.stats()
+
+    def cancel(self) -> bool:
+        """See Session.cancel: stops what the main session runs, from any thread."""
+        self.handle  # noqa: B018  refuses a closed engine and a forked child
+        main = self._main
+        return main is not None and main.cancel()
+
+    def close(self) -> None:
+        """Ends what runs, closes every session, stops the workers, unmaps the weights; idempotent.
+
+        Memory that a logits array still shows is freed with the array.
+        """
+        handle = self._handle
+        if handle is None or os.getpid() != handle.pid:
+            return
+        with self._lock:
+            sessions = list(self._sessions)
+            self._main = None
+        for session in sessions:
+            session.close()
+        self._handle = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _info(handle: EngineHandle) -> EngineInfo:
+    library = handle.library
+    out = ffi().new("pds_engine_info *")
+    library.check(library.lib.pds_engine_get_info(handle.pointer, out))
+    values = {name: getattr(out, name) for name in EngineInfo.__dataclass_fields__}
+    for name in ("isa", "plan_hash"):
+        values[name] = library.text(values[name])
+    return EngineInfo(**values)
+
+
+def _check_same(plan: Plan, info: EngineInfo) -> None:
+    """plan.json and the library must be of one compile."""
+    pairs: dict[str, tuple[object, object]] = {
+        "plan_hash": (plan.plan_hash, info.plan_hash),
+        "model: vocab": (plan.vocab, info.vocab),
+        "model: layers": (plan.model["layers"], info.layers),
+    }
+    for name in ("max_context", "max_rows", "max_logits", "kv_block"):
+        pairs[name] = (plan.data[name], getattr(info, name))
+    for name, (said, built) in pairs.items():
+        if said != built:
+            raise PlanError(
+                f"{plan.path / 'plan.json'}: {name} is {said}, but lib/libpdscope.so was built "
+                f"for {built}: "
+                "the plan was edited or mixed from two compiles; recompile the model"
+            )

@@ -1,0 +1,260 @@
+"""A plan directory as its readers see it: plan.json, checked, and the paths of its files.
+
+May import pdscope.errors, pdscope.schema and the standard library; numpy, cffi and jsonschema stay
+out, so that pdscope-inspect answers at once.
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from pdscope.errors import PlanError, TargetError
+from pdscope.schema import FORMAT_VERSION, check_full, check_light
+
+PHASES = ("decode", "batch", "prefill")
+_MACHINES = {"amd64": "x86_64", "x86-64": "x86_64", "arm64": "aarch64"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan directory whose plan.json is sound and whose files have the sizes it names."""
+
+    path: Path
+    data: dict[str, Any]  # plan.json
+
+    @classmethod
+    def open(cls, path: str | Path, verify: bool = False) -> Self:
+        """Reads plan.json and checks it, and the size of every file, in milliseconds.
+
+        With `verify` every file's SHA-256 is checked too (reads the whole plan).
+        Raises PlanError naming the file, the field and the remedy. Which machine may run the plan
+        is another question: `check_machine`.
+        """
+        plan = cls(Path(path), _read(Path(path)))
+        plan._check_sizes()
+        if verify:
+            check_full(plan.data)
+            if problems := plan.hash_problems():
+                raise PlanError(problems[0])
+        return plan
+
+    @property
+    def model(self) -> dict[str, Any]:
+        model: dict[str, Any] = self.data["model"]
+        return model
+
+    @property
+    def plan_hash(self) -> str:
+        return str(self.data["plan_hash"])
+
+    @property
+    def vocab(self) -> int:
+        return int(self.model["vocab"])
+
+    @property
+    def max_context(self) -> int:
+        """Positions that one sequence may hold."""
+        return int(self.data["max_context"])
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of one step."""
+        return int(self.data["max_rows"])
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """Every token id that ends a generation."""
+        return tuple(self.data["generation"]["eos"])
+
+    @property
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Relative path -> {"bytes", "sha256"} of every file but plan.json."""
+        files: dict[str, dict[str, Any]] = self.data["files"]
+        return files
+
+    @property
+    def library(self) -> Path:
+        return self.path / "lib" / "libpdscope.so"
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return sum(entry["bytes"] for entry in self.files.values())
+
+    def bytes_under(self, folder: str) -> int:
+        """Bytes of the files in `folder`, e.g. "weights"."""
+        prefix = folder + "/"
+        return sum(e["bytes"] for name, e in self.files.items() if name.startswith(prefix))
+
+    def memory_table(self) -> dict[str, Any]:
+        """memory.json: what the dry run says every part of the memory takes, in bytes."""
+        return self._json("memory.json")
+
+    def program_file(self, layer: int | str, phase: str) -> str:
+        """Relative path of a program's text; `layer` is a number, "prologue" or "epilogue"."""
+        if phase not in PHASES:
+            raise PlanError(f"no phase {phase!r}: a plan has {', '.join(PHASES)}")
+        stem = f"layer{layer:03d}" if isinstance(layer, int) else layer
+        name = f"programs/{stem}.{phase}.plan"
+        if name not in self.files:
+            last = self.model["layers"] - 1
+            raise PlanError(
+                f"{self.path}: no program {name}: layers are 0 to {last}, prologue, epilogue"
+            )
+        return name
+
+    def program_files(self, phase: str | None = None) -> list[str]:
+        """Relative paths of all programs' texts, of one phase or of all, in execution order."""
+        order = {"prologue": "0", "epilogue": "2"}
+
+        def key(name: str) -> tuple[int, str, str]:
+            stem, name_phase = name.removeprefix("programs/").split(".")[:2]
+            return PHASES.index(name_phase), order.get(stem, "1"), stem
+
+        names = [n for n in self.files if n.startswith("programs/") and n.endswith(".plan")]
+        return sorted((n for n in names if phase in (None, n.split(".")[1])), key=key)
+
+    def read_text(self, name: str) -> str:
+        """The text of one of the plan's files."""
+        try:
+            return (self.path / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{self.path / name}: {error}: recompile the model") from None
+
+    def check_machine(self) -> None:
+        """Raises TargetError when this machine's CPU cannot run the plan, naming what it lacks."""
+        target = self.data["target"]
+        machine = platform.machine().lower()
+        machine = _MACHINES.get(machine, machine)
+        if target["arch"] != machine:
+            raise TargetError(
+                f"{self.path}: compiled for {target['arch']}, but this machine is {machine}: "
+                "compile the model on or for this machine"
+            )
+        have = cpu_features()
+        # Without /proc/cpuinfo the runtime's own CPUID check decides, in pds_engine_create.
+        if have and (missing := [f for f in target["features"] if _plain(f) not in have]):
+            raise TargetError(
+                f"{self.path}: compiled for CPUs with {', '.join(missing)}, which this CPU lacks: "
+                "recompile here, or with --target naming only features that both have"
+            )
+
+    def hash_problems(self, progress: Callable[[int], None] | None = None) -> list[str]:
+        """One line for each file whose SHA-256 differs from plan.json's; `progress` is told bytes
+        read.
+        """
+        problems = []
+        for name, entry in self.files.items():
+            found = _sha256(self.path / name, progress)
+            if found != entry["sha256"]:
+                problems.append(
+                    f"{self.path / name}: SHA-256 is {found[:12]}..., plan.json says "
+                    f"{entry['sha256'][:12]}...: the file was edited or damaged; recompile the "
+                    "model"
+                )
+        return problems
+
+    def unlisted_files(self) -> list[str]:
+        """Relative paths of files in the directory that plan.json does not name."""
+        found = (p for p in sorted(self.path.rglob("*")) if p.is_file())
+        names = (p.relative_to(self.path).as_posix() for p in found)
+        return [n for n in names if n != "plan.json" and n not in self.files]
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            loaded: dict[str, Any] = json.loads(self.read_text(name))
+        except ValueError as error:
+            raise PlanError(f"{self.path / name}: not valid JSON ({error}): recompile") from None
+        return loaded
+
+    def _check_sizes(self) -> None:
+        for name, entry in self.files.items():
+            if ".." in name.split("/"):
+                raise PlanError(
+                    f"{self.path / 'plan.json'}: files: {name!r} leaves the plan directory"
+                )
+            file = self.path / name
+            try:
+                size = file.stat().st_size
+            except OSError:
+                raise PlanError(
+                    f"{file}: missing: the plan was copied in part; copy it again or recompile "
+                    "the model"
+                ) from None
+            if size != entry["bytes"]:
+                raise PlanError(
+                    f"{file}: {size} bytes, plan.json says {entry['bytes']}: the plan was cut "
+                    "short or "
+                    "edited; copy it again or recompile the model"
+                )
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Feature names of this CPU as Linux gives them, without "_", "-" and "."; empty where
+    unknown.
+    """
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(map(_plain, value.split())) | _arm_aliases(value.split())
+    return frozenset()
+
+
+def _plain(feature: str) -> str:
+    return feature.lower().replace("_", "").replace("-", "").replace(".", "")
+
+
+def _arm_aliases(flags: Iterable[str]) -> frozenset[str]:
+    # Linux calls Advanced SIMD "asimd"; compilers and archspec call it NEON.
+    return frozenset({"neon"}) if "asimd" in flags else frozenset()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / "plan.json"
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        what = "no such directory" if not path.exists() else "no plan.json in it"
+        raise PlanError(
+            f"{path}: {what}: give the directory that pdscope-compile MODEL -o DIR wrote"
+        ) from None
+    except NotADirectoryError:
+        raise PlanError(f"{path}: not a directory: give the plan directory, not a file") from None
+    except OSError as error:
+        raise PlanError(f"{file}: {error.strerror}") from None
+    except ValueError as error:  # covers JSON and UTF-8
+        raise PlanError(
+            f"{file}: not valid JSON ({error}): the plan was cut short or edited; recompile the "
+            "model"
+        ) from None
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version is not None and version != FORMAT_VERSION:
+        raise PlanError(
+            f"{file}: plan format version {version!r}, but this PDScope reads version "
+            f"{FORMAT_VERSION}: "
+            "recompile the model with pdscope-compile"
+        )
+    check_light(data)
+    checked: dict[str, Any] = data
+    return checked
+
+
+def _sha256(file: Path, progress: Callable[[int], None] | None) -> str:
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+                if progress:
+                    progress(len(block))
+    except OSError as error:
+        raise PlanError(f"{file}: {error.strerror}: cannot be read") from None
+    return digest.hexdigest()

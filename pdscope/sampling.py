@@ -1,0 +1,122 @@
+"""Sampling parameters, checked, and the sampler of the runtime behind them.
+
+May import numpy, pdscope.{errors,native}. The choice itself is made in C (pds_sample), which is
+stateless and deterministic: the same logits, parameters, seed and draw give the same token.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdscope.errors import InputError
+from pdscope.native import Library, ffi
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from the logits.
+
+    temperature 0 is greedy (the lowest id wins a tie). top_k 0, top_p 1, min_p 0 and
+    repetition_penalty 1 are off. `seed` None takes a fresh one from the operating system.
+    Raises InputError for a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more")
+        _require("top_k", self.top_k, 0 <= self.top_k < 2**31, "0 (off) or a count of tokens")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
+        _require(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0 < self.repetition_penalty < math.inf,
+            "above 0",
+        )
+        _require(
+            "seed", self.seed, self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"
+        )
+
+    def with_seed(self) -> int:
+        """The seed to use: the given one, or a fresh one."""
+        return int.from_bytes(os.urandom(6), "little") if self.seed is None else self.seed
+
+
+def _require(name: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise InputError(f"{name} is {value}, expected {expected}")
+
+
+class Sampler:
+    """pds_sample with its scratch memory and the history of one generation."""
+
+    def __init__(
+        self, library: Library, vocab: int, sampling: Sampling, seed: int, capacity: int
+    ) -> None:
+        """`capacity`: tokens that the history can hold, prompt included."""
+        c = ffi()
+        self._library = library
+        self._sample = library.lib.pds_sample
+        self._vocab = vocab
+        self._struct = c.new(
+            "pds_sampler *",
+            {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "repetition_penalty": sampling.repetition_penalty,
+                "top_k": sampling.top_k,
+                "seed": seed,
+            },
+        )
+        self._values = np.empty(vocab, np.float32)
+        self._ids = np.empty(vocab, np.int32)
+        self._history = np.empty(capacity, np.int32)
+        self._length = 0
+        self._c_values = c.from_buffer("float[]", self._values)
+        self._c_ids = c.from_buffer("int32_t[]", self._ids)
+        self._c_history = c.from_buffer("int32_t[]", self._history)
+        self._out = c.new("int32_t *")
+
+    @property
+    def history(self) -> NDArray[np.int32]:
+        """Ids seen so far, prompt included; a view."""
+        return self._history[: self._length]
+
+    def extend(self, ids: NDArray[np.int32]) -> None:
+        """Adds ids to the history."""
+        self._history[self._length : self._length + len(ids)] = ids
+        self._length += len(ids)
+
+    def draw(self, logits: NDArray[np.float32]) -> int:
+        """The next token for fp32 logits [vocab]; it joins the history."""
+        row = np.ascontiguousarray(logits, np.float32)
+        pointer: Any = ffi().from_buffer("float[]", row)
+        self._library.check(
+            self._sample(
+                pointer,
+                self._vocab,
+                self._struct,
+                self._c_history,
+                self._length,
+                self._c_values,
+                self._c_ids,
+                self._out,
+            )
+        )
+        token = int(self._out[0])
+        self._struct.draw += 1
+        if self._length < len(self._history):
+            self._history[self._length] = token
+            self._length += 1
+        return token
