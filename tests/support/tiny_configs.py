@@ -1,8 +1,9 @@
 """Random tiny MoE models of every supported family, for differential tests.
 
-`random_tiny_config(family, seed)` draws a config.json dictionary; `save_random_model` writes a checkpoint with
-the hub's tensor names. Consecutive seeds walk through the unusual values (expert counts, top-k, odd hidden
-sizes, dense first layers), so that a handful of seeds covers each of them. Needs torch and transformers.
+`random_tiny_config(family, seed)` draws a config.json dictionary; `save_random_model` writes a
+checkpoint with the hub's tensor names. Consecutive seeds walk through the unusual values (expert counts,
+top-k, odd hidden sizes, dense first layers), so that a handful of seeds covers each of them. Needs torch
+and transformers.
 """
 
 import json
@@ -91,6 +92,8 @@ def _qwen3_moe(rng: random.Random, seed: int) -> Config:
     kv_heads = rng.choice([1, 2])
     layers = rng.randint(2, 4)
     window = _pick((None, None, 7), seed, 0)
+    step = _pick((1, 1, 2), seed, 0)
+    dense = _pick(([], [0], [], [0, 1]), seed, 0) if layers > 2 and step == 1 else []
     return _common(rng, seed) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -105,8 +108,8 @@ def _qwen3_moe(rng: random.Random, seed: int) -> Config:
         "num_experts_per_tok": top_k,
         "norm_topk_prob": seed % 2 == 0,
         "attention_bias": seed % 3 == 1,
-        "mlp_only_layers": _pick(([], [0], [], [0, 1]), seed, 0) if layers > 2 else [],
-        "decoder_sparse_step": _pick((1, 1, 2), seed, 0),
+        "mlp_only_layers": dense,
+        "decoder_sparse_step": step,
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "rope_scaling": _yarn(rng, mla=False) if seed % 4 == 3 else None,
@@ -207,8 +210,9 @@ def random_tiny_config(family: str, seed: int) -> Config:
 def build_random_model(config: Config, seed: int, dtype: torch.dtype = torch.float32) -> Any:
     """The transformers model of `config` with random weights, eager attention and experts.
 
-    Matrices have unit gain, so activations keep their size over depth; gate logits have a spread of about 2,
-    so that routing is diverse and near-ties are rare; correction biases are as large as score differences.
+    Matrices have unit gain, so activations keep their size over depth; gate logits have a spread of
+    about 2, so that routing is diverse and near-ties are rare; correction biases are as large as
+    differences of scores.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -244,7 +248,7 @@ def build_random_model(config: Config, seed: int, dtype: torch.dtype = torch.flo
 
 
 def hub_tensors(model: Any, config: Config) -> dict[str, torch.Tensor]:
-    """The model's weights under the names that published checkpoints of the family use, one tensor an expert."""
+    """The weights under the names that published checkpoints of the family use, per expert."""
     mixtral = config["model_type"] == "mixtral"
     block = "block_sparse_moe" if mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -296,7 +300,7 @@ def save_random_model(
     dtype: torch.dtype = torch.float32,
     shards: int = 1,
 ) -> Any:
-    """Builds a random model of `config`, saves it under hub names in `directory`, and returns it (eager, eval)."""
+    """Builds a random model of `config`, saves it under hub names, and returns it (eager, eval)."""
     name = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[dtype]
     config = config | {"torch_dtype": name}
     model = build_random_model(config, seed, dtype)
