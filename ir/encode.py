@@ -1,7 +1,7 @@
 """Binary form of programs, the only one that is executed: encode and decode program.bin.
 
-runtime_c/src/program.h describes the records; runtime_c/src/program.c accepts exactly the bytes that `decode`
-accepts. May import pdscope.ir.isa, pdscope.ir.program and pdscope.errors.
+runtime_c/src/program.h describes the records; runtime_c/src/program.c accepts exactly the bytes
+that `decode` accepts. May import pdscope.ir.isa, pdscope.ir.program and pdscope.errors.
 """
 
 import re
@@ -138,8 +138,8 @@ def _encode_program(p: Program, first_instr: int, first_slot: int) -> bytes:
 
 
 def encode(programs: Iterable[Program]) -> bytes:
-    """program.bin of `programs`, which must be ordered by program_order and should be verified. PlanError if a
-    program holds what the records cannot."""
+    """program.bin of `programs`, which must be ordered by program_order and should be verified.
+    PlanError if a program holds what the records cannot."""
     heads, instrs, slots, lists = [], [], [], []
     ordered = list(programs)
     if any(program_order(a) > program_order(b) for a, b in zip(ordered, ordered[1:], strict=False)):
@@ -384,8 +384,8 @@ class _Decoder:
 
 
 def decode(data: bytes) -> list[Program]:
-    """Programs of program.bin, in order: decode(encode(ps)) == ps. PlanError if the bytes are not well-formed;
-    the programs still need the verifier."""
+    """Programs of program.bin, in order: decode(encode(ps)) == ps. PlanError if the bytes are
+    not well-formed; the programs still need the verifier."""
     d = _Decoder(data)
     programs = [d.take_program(k) for k in range(d.n_programs)]
     _need(

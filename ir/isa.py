@@ -1,8 +1,8 @@
 """The instruction table: the single source for Python, the C runtime and the documentation.
 
-`python -m pdscope.ir.isa --write` renders runtime_c/src/pds_isa.h and docs/instruction-set.md in a checkout;
-`--check` exits with 1 if either differs. May import the standard library, and pdscope.ir.verify when the
-documentation is rendered.
+`python -m pdscope.ir.isa --write` renders runtime_c/src/pds_isa.h and docs/instruction-set.md in
+a checkout; `--check` exits with 1 if either differs. May import the standard library, and
+pdscope.ir.verify when the documentation is rendered.
 """
 
 import sys
@@ -164,8 +164,9 @@ class EventName(IntEnum):
 
 
 class Buffer(IntEnum):
-    """Implicit buffers: what instructions read and write besides slots. Each is one logical value; where the
-    runtime keeps copies for several devices, the events that order its users order the copies too."""
+    """Implicit buffers: what instructions read and write besides slots. Each is one logical
+    value; where the runtime keeps copies for several devices, the events that order its users
+    order the copies too."""
 
     HID = 0
     XN = 1
@@ -186,8 +187,8 @@ BUFFER_DOC = {
     Buffer.ROUTE: "expert ids and weights of each row",
     Buffer.PREDICTION: "the predictor's output for layer l+1",
     Buffer.DRAFT: "drafts and the residency table; persistent",
-    Buffer.HOLES: "the layer's bound holes; not rebound before every record of the previous run has retired",
-    Buffer.EXPERT_OUT: "expert outputs per (row, rank): experts of different holes write different parts",
+    Buffer.HOLES: "the layer's bound holes; not rebound before every record of the last run has retired",
+    Buffer.EXPERT_OUT: "expert outputs per (row, rank): different holes write different parts",
     Buffer.SHARED_OUT: "the shared expert's output",
     Buffer.LOGITS: "logits of the rows that want them",
 }
@@ -218,9 +219,10 @@ class Opcode(IntEnum):
 
 @dataclass(frozen=True)
 class OpInfo:
-    """One row of the table. `reads` and `writes` hold for every use; what depends on operands is in
-    `effects` of pdscope.ir.verify and its C twin: recompile reads the prediction when it binds ?n or ?p, combine
-    reads shared_out when the program has a shared expert, a fused predict adds predict's row to gate's."""
+    """One row of the table. `reads` and `writes` hold for every use; what depends on operands is
+    in `effects` of pdscope.ir.verify and its C twin: recompile reads the prediction when it
+    binds ?n or ?p, combine reads shared_out when the program has a shared expert, a fused
+    predict adds predict's row to gate's."""
 
     compute: bool
     kinds: tuple[Kind, ...]
@@ -278,8 +280,8 @@ OPS: dict[Opcode, OpInfo] = {
         _MOE,
         (_B.XN, _B.HOLES),
         (_B.EXPERT_OUT,),
-        "the experts bound to a hole: ?c on the CPU, ?r and ?l from slots on the slots' GPU; entries of a slot "
-        "that is still being filled wait for its ready ticket",
+        "the experts bound to a hole: ?c on the CPU, ?r and ?l from slots on the slots' GPU; entries "
+        "of a slot that is still being filled wait for its ready ticket",
         (_H.R, _H.L, _H.C),
     ),
     Opcode.SHARED_EXPERT: _compute(_MOE, (_B.XN,), (_B.SHARED_OUT,), "the shared expert"),
@@ -293,7 +295,8 @@ OPS: dict[Opcode, OpInfo] = {
         _MOE,
         (_B.ROUTE, _B.EXPERT_OUT, _B.HID),
         (_B.HID,),
-        "weighted expert outputs in rank order, and the shared expert's, added to the residual stream",
+        "weighted expert outputs in rank order, and the shared expert's, added to the residual "
+        "stream",
     ),
     Opcode.LM_HEAD: _compute(
         (Kind.EPILOGUE,), (_B.XN,), (_B.LOGITS,), "logits of the rows that want them"
@@ -305,8 +308,8 @@ OPS: dict[Opcode, OpInfo] = {
         (_H.L,),
         (_B.HOLES,),
         (),
-        "on-demand load into a cache slot, under the slot's free ticket; signals when the copy is done. "
-        "`stream`: one record for all entries; it signals once accepted, tickets order the rest",
+        "on-demand load into a cache slot, under the slot's free ticket; signals when the copy is "
+        "done. `stream`: one record for all entries; it signals once accepted, tickets order the rest",
     ),
     Opcode.PREFETCH: OpInfo(
         False,
@@ -315,7 +318,8 @@ OPS: dict[Opcode, OpInfo] = {
         (_H.N, _H.P),
         (_B.HOLES,),
         (),
-        "speculative: ?n into a cache slot (h2d.spec), like load; ?p -> llc touches the CPU's last-level cache (aux)",
+        "speculative: ?n into a cache slot (h2d.spec), like load; ?p -> llc touches the CPU's "
+        "last-level cache (aux)",
     ),
     Opcode.UNLOAD: OpInfo(
         False, _MOE, _HOST, (_H.U,), (_B.HOLES,), (), "gives slots up: signals their free tickets"
@@ -412,12 +416,12 @@ ISA_HASH = zlib.crc32(_table().encode())
 def render_header() -> str:
     """Text of runtime_c/src/pds_isa.h."""
     return (
-        "/* pds_isa.h: the instruction table. Generated from ir/isa.py by `python -m pdscope.ir.isa --write`:\n"
-        " * do not edit. */\n"
+        "/* pds_isa.h: the instruction table. Generated from ir/isa.py by\n"
+        " * `python -m pdscope.ir.isa --write`: do not edit. */\n"
         "#ifndef PDS_ISA_H\n#define PDS_ISA_H\n\n"
         "/* clang-format off */\n"
         f"#define PDS_PROGRAM_FORMAT {FORMAT_VERSION}u\n"
-        f"#define PDS_ISA_HASH {ISA_HASH:#010x}u /* of the rest of this table: a plan carries it */\n"
+        f"#define PDS_ISA_HASH {ISA_HASH:#010x}u /* of the rest of this table: plans carry it */\n"
         f"{_table()}"
         "/* clang-format on */\n\n#endif\n"
     )
@@ -433,74 +437,92 @@ def _names(values: tuple[IntEnum, ...]) -> str:
     return ", ".join(getattr(v, "text", v.name.lower()) for v in values)
 
 
+_DOCS_HEAD = """\
+<!-- Generated from ir/isa.py and ir/verify.py by `python -m pdscope.ir.isa --write`: do not edit. -->
+# Instruction set
+
+A plan holds one program per layer, phase and row bucket (decode: 1 row; batch: 2 to 16; prefill:
+more), plus a prologue and an epilogue for each phase. `programs/*.plan` is the text form,
+`program.bin` the only form that is executed. Instruction `@i` signals event `@i` when it is done,
+and starts when every event it waits for has been signalled. Order within a queue implies nothing
+about data. Holes are what is bound at run time, from the true output of the gate: the program is
+static, the work is not.
+
+```
+program @l3.decode {layer = 3, phase = decode, experts = 8, top_k = 2, rows = 1, shared = yes}
+  in   @hid
+  @0 = compute norm attn      q=cpu   wait(@hid)
+  @1 = compute attention      q=cpu   wait(@0)
+  @2 = compute norm mlp       q=cpu   wait(@1)
+  @3 = compute gate           q=cpu   wait(@2)
+  @4 = recompile -> ?c[2]     q=host  wait(@3)
+  @5 = compute shared_expert  q=cpu   wait(@2)
+  @6 = compute expert ?c[*]   q=cpu   wait(@4)
+  @7 = compute combine        q=cpu   wait(@5, @6)
+  out  @hid = @7
+```
+
+## Instructions
+
+| opcode | programs | queues | holes | reads | writes | what it does |
+|---|---|---|---|---|---|---|
+"""
+
+_DOCS_ATTRIBUTES = """
+Recompile also reads the prediction when it binds ?n or ?p; combine reads shared_out when the layer
+has a shared expert; a gate with `, predict` does what predict does too.
+
+Attributes, printed when not the default: `{tier = disk}` or `{tier = device}`, where a transfer
+reads from (default: host memory); `{device = N}`, the GPU of a transfer or unload; `{format =
+int4/g64/bf16}`, the expert's weight format (element type, group, scale type; default: the plan's
+own); `{adapter = N}`, refused for now. Of a program: `streams = N`, the hidden state's
+hyper-connection streams; `budget = N`, the expert slots that each GPU may hold, over all layers.
+"""
+
+_DOCS_SLOTS = """
+## Slots and tickets
+
+`slot %hot : resident {e1, e4}` holds fixed experts, which have no copy in host memory. `slot %ring
+: cache[6]` is a ring of slots that all layers share by name. A cache slot has two tickets that only
+grow: `ready` (the fill is done) and `free` (its reader is done). `in %ring.tickets` and `out
+%ring.tickets` hand them from program to program.
+"""
+
+_DOCS_BINARY = f"""
+## program.bin
+
+Little-endian records of {RECORD_BYTES} bytes, in this order: one header, then the programs (decode,
+batch, prefill; in each prologue, layers, epilogue), the instructions, the slots, and the expert
+lists of resident slots (32 ids a record, padded with 0xffff). Format version {FORMAT_VERSION};
+`runtime_c/src/program.h` gives every field.
+
+This runtime executes programs whose queues are host and cpu; it refuses others when it loads them.
+"""
+
+
 def render_docs() -> str:
     """Text of docs/instruction-set.md."""
     from pdscope.ir import verify  # late: verify imports this module
 
-    out = [
-        "<!-- Generated from ir/isa.py and ir/verify.py by `python -m pdscope.ir.isa --write`: do not edit. -->\n",
-        "# Instruction set\n\n",
-        "A plan holds one program per layer, phase and row bucket (decode: 1 row; batch: 2 to 16; prefill: more),\n"
-        "plus a prologue and an epilogue for each phase. `programs/*.plan` is the text form, `program.bin` the only\n"
-        "form that is executed. Instruction `@i` signals event `@i` when it is done, and starts when every event it\n"
-        "waits for has been signalled. Order within a queue implies nothing about data.\n\n",
-        "```\n",
-        "program @l3.decode {layer = 3, phase = decode, experts = 8, top_k = 2, rows = 1, shared = yes}\n"
-        "  in   @hid\n"
-        "  @0 = compute norm attn     q=cpu   wait(@hid)\n"
-        "  @1 = compute attention     q=cpu   wait(@0)\n"
-        "  @2 = compute norm mlp      q=cpu   wait(@1)\n"
-        "  @3 = compute gate          q=cpu   wait(@2)\n"
-        "  @4 = recompile -> ?c[2]    q=host  wait(@3)\n"
-        "  @5 = compute shared_expert q=cpu   wait(@2)\n"
-        "  @6 = compute expert ?c[*]  q=cpu   wait(@4)\n"
-        "  @7 = compute combine       q=cpu   wait(@5, @6)\n"
-        "  out  @hid = @7\n",
-        "```\n\n",
-        "## Instructions\n\n",
-        "| opcode | programs | queues | holes | reads | writes | what it does |\n|---|---|---|---|---|---|---|\n",
-    ]
+    out = [_DOCS_HEAD]
     for op, i in OPS.items():
         name = f"compute {op.text}" if i.compute else op.text
-        out.append(
-            f"| `{name}` | {_names(i.kinds)} | {_names(i.queues)} | {_names(i.holes)} | {_names(i.reads)} | "
-            f"{_names(i.writes)} | {i.doc} |\n"
-        )
-    out.append(
-        "\nAttributes, printed when not the default: `{tier = disk|device}` where a transfer reads from "
-    )
-    out.append(
-        "(default host); `{device = N}` the GPU of a transfer or unload; `{format = int4/g64/bf16}` the "
-    )
-    out.append(
-        "expert's weight format (element type, group, scale type; default: the plan's own); `{adapter = N}` "
-    )
-    out.append(
-        "(refused for now). Of a program: `streams = N`, the hidden state's hyper-connection streams; "
-    )
-    out.append("`budget = N`, the expert slots that each GPU may hold, over all layers.\n\n")
-    out.append("## Queues\n\n| queue | what runs there |\n|---|---|\n")
-    for q in Queue:
-        if q in QUEUE_DOC:
-            out.append(f"| `{q.text}` | {QUEUE_DOC[q]} |\n")
+        columns = (i.kinds, i.queues, i.holes, i.reads, i.writes)
+        cells = " | ".join(_names(c) for c in columns)
+        out.append(f"| `{name}` | {cells} | {i.doc} |\n")
+    out += [_DOCS_ATTRIBUTES, "\n## Queues\n\n| queue | what runs there |\n|---|---|\n"]
+    out += [f"| `{q.text}` | {doc} |\n" for q, doc in QUEUE_DOC.items()]
     out.append("| `gpu0` to `gpu7` | one GPU's compute |\n")
     out.append(
-        "\n## Holes\n\nBound by `recompile -> ?x[capacity]`; `?x[i]` is one entry, `?x[*]` all. An unbound "
+        "\n## Holes\n\nBound by `recompile -> ?x[capacity]`; `?x[i]` is one entry, `?x[*]` all. An\n"
+        "unbound entry retires at once and still signals.\n\n| hole | entries |\n|---|---|\n"
     )
-    out.append("entry retires at once and still signals.\n\n| hole | entries |\n|---|---|\n")
-    for h in HoleKind:
-        out.append(f"| `{h.text}` | {HOLE_DOC[h]} |\n")
-    out.append("\n## Buffers\n\n| buffer | what it holds |\n|---|---|\n")
-    for b in Buffer:
-        out.append(f"| {b.name.lower()} | {BUFFER_DOC[b]} |\n")
-    rules = (verify.__doc__ or "").strip()
+    out += [f"| `{h.text}` | {HOLE_DOC[h]} |\n" for h in HoleKind]
+    out += [_DOCS_SLOTS, "\n## Buffers\n\n| buffer | what it holds |\n|---|---|\n"]
+    out += [f"| {b.name.lower()} | {BUFFER_DOC[b]} |\n" for b in Buffer]
+    rules = (verify.__doc__ or "").split("\nMay import")[0].strip()
     out.append(f"\n## Verifier\n\n```\n{rules}\n```\n")
-    out.append(
-        "\n## program.bin\n\nLittle-endian records of 64 bytes, in this order: one header, then the programs "
-        "(decode, batch, prefill; in each prologue, layers, epilogue), the instructions, the slots, and the "
-        "expert lists of resident slots (32 ids a record, padded with 0xffff). "
-        f"Format version {FORMAT_VERSION}; `runtime_c/src/program.h` gives every field.\n"
-    )
+    out.append(_DOCS_BINARY)
     return "".join(out)
 
 

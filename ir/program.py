@@ -20,13 +20,14 @@ from pdscope.ir.isa import (
     WeightDtype,
 )
 
-# What an instruction waits for: i is the event of instruction i, a string is an imported event ("hid").
+# What an instruction waits for: i is the event of instruction i, a string an imported one ("hid").
 Event: TypeAlias = int | str
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Format of an expert's packed weights: element type, elements of K per scale (0: none), scale type."""
+    """Format of an expert's packed weights: element type, elements of K per scale (0: none),
+    scale type."""
 
     dtype: WeightDtype
     group: int = 0
@@ -51,8 +52,8 @@ class HoleRef:
 
 @dataclass(frozen=True)
 class Slot:
-    """Expert slots on a GPU: `resident` holds fixed experts (ascending ids), `cache` is a ring of `size` slots
-    that all layers share by name."""
+    """Expert slots on a GPU: `resident` holds fixed experts (ascending ids), `cache` is a ring
+    of `size` slots that all layers share by name."""
 
     name: str
     kind: SlotKind
@@ -69,7 +70,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Instr:
-    """One instruction. Only the fields that its opcode uses may differ from their defaults (rule V1)."""
+    """One instruction. Only the fields that its opcode uses may differ from their defaults (rule
+    V1)."""
 
     opcode: Opcode
     queue: Queue
@@ -98,7 +100,8 @@ class Out:
 
 @dataclass(frozen=True)
 class Program:
-    """One layer (or prologue, epilogue) in one phase. rows_min..rows_max are the row counts it may run with."""
+    """One layer (or prologue, epilogue) in one phase. rows_min..rows_max are the row counts it
+    may run with."""
 
     kind: Kind
     phase: Phase

@@ -1,5 +1,5 @@
-"""Text form of programs: print_program and parse_programs. `parse(print(p)) == p` for every program that keeps
-rule V1 of pdscope.ir.verify.
+"""Text form of programs: print_program and parse_programs. `parse(print(p)) == p` for every
+program that keeps rule V1 of pdscope.ir.verify.
 
 May import pdscope.ir.isa, pdscope.ir.program and pdscope.errors.
 """
@@ -359,7 +359,8 @@ class _Parser:
         )
 
     def body(self, text: str, base: Instr) -> Instr:
-        """`text` is what stands between `=` and `q=`, attributes apart; `base` has all the other fields."""
+        """`text` is what stands between `=` and `q=`, attributes apart; `base` has all the other
+        fields."""
         f = dict(base.__dict__)
         words, arrow, target = (x.strip() for x in text.partition("->"))
         words, _, source = (x.strip() for x in words.partition(" from "))
@@ -420,5 +421,6 @@ class _Parser:
 
 
 def parse_programs(text: str, source: str = "program") -> list[Program]:
-    """Programs of a text, in order. `//` begins a comment. PlanError("source:line: ...") if it is malformed."""
+    """Programs of a text, in order. `//` begins a comment. PlanError("source:line: ...") if it
+    is malformed."""
     return _Parser(text, source).programs()

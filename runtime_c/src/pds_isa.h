@@ -1,11 +1,11 @@
-/* pds_isa.h: the instruction table. Generated from ir/isa.py by `python -m pdscope.ir.isa --write`:
- * do not edit. */
+/* pds_isa.h: the instruction table. Generated from ir/isa.py by
+ * `python -m pdscope.ir.isa --write`: do not edit. */
 #ifndef PDS_ISA_H
 #define PDS_ISA_H
 
 /* clang-format off */
 #define PDS_PROGRAM_FORMAT 1u
-#define PDS_ISA_HASH 0x5c7acfbfu /* of the rest of this table: a plan carries it */
+#define PDS_ISA_HASH 0x5c7acfbfu /* of the rest of this table: plans carry it */
 #define PDS_MAX_INSTRS 256u
 #define PDS_MAX_WAITS 12u
 #define PDS_MAX_SLOT_OPERANDS 4u
