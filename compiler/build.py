@@ -101,7 +101,7 @@ def machine() -> str:
 
 
 def available_isa_paths(arch: str) -> tuple[str, ...]:
-    """Kernel paths that can be built for an architecture, best first; "scalar" is always the last."""
+    """Kernel paths that can be built for an architecture, best first; "scalar" is the last."""
     return tuple(n for n, path in runtime_c.ISA_PATHS.items() if path.arch in (arch, "any"))
 
 
@@ -316,7 +316,7 @@ def _run(command: Sequence[str], directory: Path, what: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment in C locale, zig's caches inside ours, no include paths from outside."""
+    """The caller's environment in C locale, zig's caches in ours, no include paths from outside."""
     cache = config.cache_dir() / "zig"
     env = {
         k: v

@@ -29,6 +29,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/engine.c",
     "src/session.c",
     "src/sample.c",
+    "src/ops_gemm.c",
     "src/ops_dense.c",
     "src/ops_attention.c",
     "src/ops_moe.c",
@@ -37,8 +38,10 @@ CORE_SOURCES: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class IsaPath:
-    """One kernel path. `arch`: a processor family, or "any". `features`: what it needs, as Linux and
-    archspec name it; dispatch.c has the same table. `flags` compile its `sources`, and no other file.
+    """One kernel path.
+
+    `arch`: a processor family, or "any". `features`: what it needs, as Linux and archspec name it;
+    dispatch.c has the same table. `flags` compile its `sources`, and no other file.
     """
 
     arch: str

@@ -1,0 +1,71 @@
+/* case_base.c: CRC, CPU features and kernel paths, names. */
+#define _GNU_SOURCE
+#include <stdlib.h>
+
+#include "cpu.h"
+#include "crc.h"
+#include "dispatch.h"
+#include "memory.h"
+#include "pdscope.h"
+#include "pds_isa.h"
+#include "test.h"
+
+static void crc(void) {
+  CHECK_EQ(pds_crc32(0, "123456789", 9), 0xCBF43926); /* the check value of CRC-32/ISO-HDLC */
+  CHECK_EQ(pds_crc32(pds_crc32(0, "12345", 5), "6789", 4), 0xCBF43926);
+  CHECK_EQ(pds_crc32(0, "", 0), 0);
+}
+
+static void features(void) {
+  size_t n = 0;
+  CHECK(pds_cpu_missing("", &n) == NULL);
+  CHECK(pds_cpu_missing("   ", &n) == NULL);
+  const char *names = "nosuchfeature avx2", *missing = pds_cpu_missing(names, &n);
+  CHECK(missing == names && n == strlen("nosuchfeature"));
+#if defined(__x86_64__)
+  CHECK(pds_cpu_missing("sse2", &n) == NULL);
+  CHECK(!pds_cpu_has("sse", 2)); /* a name is compared whole */
+#endif
+  CHECK(pds_cpu_usable_cores() >= 1);
+}
+
+static void paths(void) {
+  const pds_isa_path *path;
+  unsetenv("PDSCOPE_ISA");
+  CHECK(strstr(pds_isa_built(), "scalar") && strstr(pds_isa_runnable(), "scalar"));
+  CHECK_OK(pds_isa_choose(NULL, &path));
+  CHECK(strncmp(path->name, pds_isa_runnable(), strlen(path->name)) == 0); /* the best comes first */
+  CHECK_OK(pds_isa_choose("scalar", &path));
+  CHECK(strcmp(path->name, "scalar") == 0 && strcmp(path->kernels()->name, "scalar") == 0);
+  CHECK_STATUS(pds_isa_choose("mmx", &path), PDS_ERR_ISA, "possible: ");
+  setenv("PDSCOPE_ISA", "vax", 1);
+  CHECK_STATUS(pds_isa_choose(NULL, &path), PDS_ERR_ISA, "PDSCOPE_ISA: 'vax'");
+  CHECK_OK(pds_isa_choose("scalar", &path)); /* the option goes first */
+  setenv("PDSCOPE_ISA", "scalar", 1);
+  CHECK_OK(pds_isa_choose(NULL, &path));
+  CHECK(strcmp(path->name, "scalar") == 0);
+  setenv("PDSCOPE_ISA", "", 1);
+  CHECK_OK(pds_isa_choose(NULL, &path));
+  unsetenv("PDSCOPE_ISA");
+}
+
+static void names(void) {
+  CHECK_EQ(pds_abi_version(), PDS_ABI_VERSION);
+  CHECK(strcmp(pds_opcode_name(PDS_OP_SHARED_EXPERT), "shared_expert") == 0);
+  CHECK(strcmp(pds_opcode_name(200), "unknown opcode") == 0);
+  CHECK(strcmp(pds_queue_name(PDS_QUEUE_H2D_DEMAND), "h2d.demand") == 0);
+  CHECK(strcmp(pds_status_name(PDS_ERR_KV_FULL), "kv full") == 0);
+  CHECK(strcmp(pds_status_name(12345), "unknown status") == 0);
+  char big[2 * PDS_ERROR_BYTES];
+  memset(big, 'x', sizeof big - 1);
+  big[sizeof big - 1] = 0;
+  CHECK_EQ(pds_fail(PDS_ERR_TOKEN, "%s", big), PDS_ERR_TOKEN);
+  CHECK_EQ(strlen(pds_last_error()), PDS_ERROR_BYTES - 1);
+}
+
+void case_base(void) {
+  crc();
+  features();
+  paths();
+  names();
+}

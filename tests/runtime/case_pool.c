@@ -1,0 +1,136 @@
+/* case_pool.c: every item runs once, jobs are barriers, steps of several threads take turns, idle is idle. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "map.h"
+#include "memory.h"
+#include "pool.h"
+#include "test.h"
+
+typedef struct fixture {
+  unsigned char *memory;
+  uint64_t bytes;
+  pds_pool *pool;
+} fixture;
+
+static void open_pool(fixture *f, uint32_t threads) {
+  pds_plan plan = {0};
+  pds_engine_layout at = pds_layout_engine(&plan, threads);
+  void *memory;
+  f->bytes = at.total;
+  CHECK_OK(pds_map_anon(at.total, "test", &memory));
+  f->memory = memory;
+  f->pool = (pds_pool *)(f->memory + at.pool);
+  CHECK_OK(pds_pool_create(f->pool, f->memory + at.workers, f->memory + at.stacks, threads));
+  CHECK_EQ(pds_pool_threads(f->pool), threads);
+}
+
+static void close_pool(fixture *f) {
+  pds_pool_destroy(f->pool);
+  pds_unmap(f->memory, f->bytes);
+}
+
+enum { ITEMS = 3000 };
+typedef struct job {
+  uint32_t threads;
+  uint32_t ran[ITEMS]; /* plain: each item is written by one worker, read after the barrier */
+  uint64_t sum;
+  _Atomic uint32_t bad;
+} job;
+
+static void count(void *ctx, uint32_t item, uint32_t worker) {
+  job *j = ctx;
+  if (worker >= j->threads) j->bad++;
+  j->ran[item]++;
+}
+
+static void once_each(uint32_t threads) {
+  fixture f;
+  open_pool(&f, threads);
+  static job j;
+  memset(&j, 0, sizeof j);
+  j.threads = threads;
+  uint32_t sizes[] = {0, 1, 2, threads, threads + 1, 7, ITEMS};
+  uint32_t want[ITEMS] = {0};
+  for (int step = 0; step < 30; step++) {
+    pds_pool_open(f.pool);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+      pds_pool_run(f.pool, count, &j, sizes[i]);
+      for (uint32_t item = 0; item < sizes[i]; item++) want[item]++;
+      if (memcmp(want, j.ran, sizeof want) != 0) {
+        CHECK(!"an item was lost, or ran twice");
+        break;
+      }
+    }
+    pds_pool_close(f.pool);
+  }
+  CHECK_EQ(j.bad, 0);
+  close_pool(&f);
+}
+
+/* Several threads, each opening steps of the same pool: plain variables are safe inside a step. */
+typedef struct shared {
+  pds_pool *pool;
+  uint64_t plain;
+} shared;
+
+static void nothing(void *ctx, uint32_t item, uint32_t worker) {
+  (void)ctx;
+  (void)item;
+  (void)worker;
+}
+
+static void *stepper(void *argument) {
+  shared *s = argument;
+  for (int i = 0; i < 200; i++) {
+    pds_pool_open(s->pool);
+    uint64_t before = s->plain;
+    pds_pool_run(s->pool, nothing, s, 5);
+    s->plain = before + 1;
+    pds_pool_close(s->pool);
+  }
+  return NULL;
+}
+
+static void turns(void) {
+  fixture f;
+  open_pool(&f, 3);
+  shared s = {.pool = f.pool};
+  pthread_t threads[4];
+  for (int i = 0; i < 4; i++) CHECK_EQ(pthread_create(&threads[i], NULL, stepper, &s), 0);
+  for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+  CHECK_EQ(s.plain, 800);
+  close_pool(&f);
+}
+
+static double process_seconds(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void idle(void) {
+  fixture f;
+  open_pool(&f, 4);
+  pds_pool_open(f.pool);
+  pds_pool_run(f.pool, nothing, NULL, 100);
+  pds_pool_close(f.pool);
+  usleep(20000); /* workers notice the closed step */
+  double before = process_seconds();
+  usleep(200000);
+  CHECK(process_seconds() - before < 0.05);
+  close_pool(&f);
+}
+
+void case_pool(void) {
+  once_each(1);
+  once_each(2);
+  once_each(9); /* more than the cores of most test machines */
+  turns();
+  idle();
+}

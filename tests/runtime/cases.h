@@ -1,0 +1,7 @@
+/* cases.h: every case of the test program; each is `void case_NAME(void)` in case_NAME.c. */
+#define TEST_CASES(X)                                                                              \
+  X(base)                                                                                          \
+  X(pool)                                                                                          \
+  X(kv)                                                                                            \
+  X(sample)                                                                                        \
+  X(engine)
