@@ -15,18 +15,30 @@ PDS_INLINE void T(tile)(const unsigned char *const *x, const unsigned char *w, s
   uint32_t begin = 0, end = words > AHEAD_ROWS ? words - AHEAD_ROWS : 0;
   for (int part = 0; part < 2; part++) {
     for (uint32_t r = begin; r < end; r++) {
-      CAT(w_, TILE_ACT) wr[4];
-      PDS_UNROLL
-      for (int p = 0; p < panels; p++) {
-        const unsigned char *row = w + (size_t)p * panel_stride + (size_t)r * 64;
-        wr[p] = CAT(CAT(w_, TILE_ACT), _load)(row);
-        if (rows <= 2) __builtin_prefetch(row + ahead, 0, 3);
-      }
-      PDS_UNROLL
-      for (int i = 0; i < rows; i++) {
-        CAT(x_, TILE_ACT) xr = CAT(CAT(x_, TILE_ACT), _load)(x[i] + (size_t)r * 4);
+      if (rows <= 2) { /* few rows: each row of W is used at once, x stays in registers */
+        CAT(x_, TILE_ACT) xr[2];
         PDS_UNROLL
-        for (int p = 0; p < panels; p++) sum[i][p] = CAT(v16_dot_, TILE_ACT)(sum[i][p], wr[p], xr);
+        for (int i = 0; i < rows; i++) xr[i] = CAT(CAT(x_, TILE_ACT), _load)(x[i] + (size_t)r * 4);
+        PDS_UNROLL
+        for (int p = 0; p < panels; p++) {
+          const unsigned char *row = w + (size_t)p * panel_stride + (size_t)r * 64;
+          CAT(w_, TILE_ACT) wr = CAT(CAT(w_, TILE_ACT), _load)(row);
+          __builtin_prefetch(row + ahead, 0, 3);
+          PDS_UNROLL
+          for (int i = 0; i < rows; i++) sum[i][p] = CAT(v16_dot_, TILE_ACT)(sum[i][p], wr, xr[i]);
+        }
+      } else { /* many rows: W stays in registers */
+        CAT(w_, TILE_ACT) wr[2];
+        PDS_UNROLL
+        for (int p = 0; p < panels; p++) {
+          wr[p] = CAT(CAT(w_, TILE_ACT), _load)(w + (size_t)p * panel_stride + (size_t)r * 64);
+        }
+        PDS_UNROLL
+        for (int i = 0; i < rows; i++) {
+          CAT(x_, TILE_ACT) xr = CAT(CAT(x_, TILE_ACT), _load)(x[i] + (size_t)r * 4);
+          PDS_UNROLL
+          for (int p = 0; p < panels; p++) sum[i][p] = CAT(v16_dot_, TILE_ACT)(sum[i][p], wr[p], xr);
+        }
       }
     }
     begin = end;

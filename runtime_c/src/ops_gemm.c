@@ -1,0 +1,111 @@
+/* ops_gemm.c: GEMMs as parallel jobs. An item is a range of W's panels times a range of x's rows; kernels.h promises
+ * that no result depends on how the ranges are chosen, so they may depend on the number of workers. */
+#include "ops.h"
+
+/* Weight bytes of one item: long enough to stream at full bandwidth, short enough to balance. */
+enum { ITEM_BYTES = 256 * 1024, ITEMS_PER_WORKER = 4, MIN_ITEM_ROWS = 32 };
+
+static size_t panel_bytes(const pds_tensor *w) {
+  return (size_t)pds_ceil(w->k, 32) * PDS_LANES * (w->dtype == PDS_BF16 ? 2 : 4);
+}
+
+static pds_gemm_job make(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride, void *y,
+                         size_t y_stride, uint32_t rows) {
+  return (pds_gemm_job){
+      .gemm = {.x = x,
+               .x_stride = x_stride,
+               .x_div = 1,
+               .w = pds_weight(ctx, w, 0),
+               .panel_stride = panel_bytes(w),
+               .y = y,
+               .y_stride = y_stride,
+               .rows = rows,
+               .k = pds_ceil(w->k, 32)},
+      .w = w,
+      .count = 1,
+  };
+}
+
+pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride, void *y,
+                         size_t y_stride, uint32_t rows, pds_gemm_out out) {
+  pds_gemm_job job = make(ctx, w, x, x_stride, y, y_stride, rows);
+  const pds_kernels *k = ctx->kernels;
+  job.gemm.cols = w->n;
+  job.gemm.out = (uint32_t)out;
+  job.fn = w->dtype == PDS_BF16 ? k->bf16.gemm : k->f32.gemm;
+  job.y_bytes = out == PDS_OUT_ACT && w->dtype == PDS_BF16 ? 2 : 4;
+  return job;
+}
+
+pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x, size_t x_stride, void *y,
+                           size_t y_stride, uint32_t rows) {
+  const pds_tensor *w = &mlp->gate_up;
+  pds_gemm_job job = make(ctx, w, x, x_stride, y, y_stride, rows);
+  const pds_kernels *k = ctx->kernels;
+  job.gemm.cols = mlp->inter;
+  job.gemm.pad = pds_ceil(mlp->inter, 32);
+  job.gemm.out = PDS_OUT_ACT;
+  job.swiglu = 1;
+  job.fn = w->dtype == PDS_BF16 ? k->bf16.swiglu : k->f32.swiglu;
+  job.y_bytes = w->dtype == PDS_BF16 ? 2 : 4;
+  return job;
+}
+
+static void run_item(void *arg, uint32_t item, uint32_t worker) {
+  (void)worker;
+  const pds_gemm_job *job = arg;
+  const uint32_t row_part = item % job->row_parts, rest = item / job->row_parts;
+  const uint32_t part = rest % job->parts, i = rest / job->parts;
+  pds_gemm g = job->gemm;
+  if (job->select) job->select(job, i, &g);
+
+  const uint32_t first = part * job->part_blocks, col = first * PDS_LANES;
+  g.w = (const unsigned char *)g.w + (size_t)first * (job->swiglu ? 2 : 1) * g.panel_stride;
+  g.y = (unsigned char *)g.y + (size_t)col * job->y_bytes;
+  if (g.bias) g.bias += col;
+  if (part + 1 < job->parts) {
+    g.cols = job->part_blocks * PDS_LANES;
+    g.pad = 0;
+  } else {
+    g.cols -= col;
+    g.pad = g.pad > col ? g.pad - col : 0;
+  }
+  if (job->row_parts > 1) { /* only without indices: see pds_run_gemms */
+    const uint32_t row = row_part * job->part_rows;
+    const size_t x_bytes = job->w->dtype == PDS_BF16 ? 2 : 4;
+    g.x = (const unsigned char *)g.x + (size_t)row * g.x_stride * x_bytes;
+    g.y = (unsigned char *)g.y + (size_t)row * g.y_stride * job->y_bytes;
+    g.rows = row_part + 1 < job->row_parts ? job->part_rows : g.rows - row;
+  }
+  job->fn(&g);
+}
+
+void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job) {
+  const uint32_t wanted = ITEMS_PER_WORKER * pds_pool_threads(ctx->pool);
+  const size_t block_bytes = job->gemm.panel_stride * (job->swiglu ? 2 : 1);
+  const uint32_t step = job->swiglu ? 2 : 4; /* blocks that one pass of a kernel takes together */
+  job->blocks = pds_ceil(job->gemm.cols, PDS_LANES) / PDS_LANES;
+  job->part_blocks = (uint32_t)(ITEM_BYTES / block_bytes) / step * step;
+  if (job->part_blocks < step) job->part_blocks = step;
+  while (job->part_blocks > step && job->count * (job->blocks / job->part_blocks) < wanted) {
+    job->part_blocks = pds_ceil(job->part_blocks / 2, step);
+  }
+  job->parts = (job->blocks + job->part_blocks - 1) / job->part_blocks;
+
+  job->row_parts = 1;
+  const uint32_t rows = job->gemm.rows, items = job->count * job->parts;
+  if (!job->gemm.x_index && !job->gemm.y_index && items < wanted && rows >= 2 * MIN_ITEM_ROWS) {
+    const uint32_t most = rows / MIN_ITEM_ROWS, need = (wanted + items - 1) / items;
+    job->part_rows = pds_ceil(rows / (need < most ? need : most), 8);
+    job->row_parts = (rows + job->part_rows - 1) / job->part_rows;
+  }
+  pds_run_rows(ctx, run_item, job, items * job->row_parts, 1);
+}
+
+void pds_run_rows(pds_step_ctx *ctx, pds_job_fn fn, void *arg, uint32_t items, uint32_t few) {
+  if (items > few) {
+    pds_pool_run(ctx->pool, fn, arg, items);
+    return;
+  }
+  for (uint32_t i = 0; i < items; i++) fn(arg, i, 0);
+}

@@ -1,0 +1,188 @@
+/* ops_moe.c: the routed half of a MoE layer: gate, recompile (CPU-only policy), experts, combine. */
+#include <math.h>
+#include <string.h>
+
+#include "ops.h"
+
+enum { FEW_ROWS = 4 };
+
+typedef struct layer_job {
+  pds_step_ctx *ctx;
+  const pds_layer *layer;
+  int shared;
+} layer_job;
+
+/* torch's order: NaN is the greatest value. */
+static int above(float a, float b) { return a > b || (isnan(a) && !isnan(b)); }
+
+/* Index of the greatest of x[0..n) that is not used; the lowest index wins a tie. One at least must be unused. */
+static uint32_t best_unused(const float *x, const uint8_t *used, uint32_t n) {
+  uint32_t best = n;
+  for (uint32_t i = 0; i < n; i++) {
+    if (!used[i] && (best == n || above(x[i], x[best]))) best = i;
+  }
+  return best;
+}
+
+/* Score of a group of experts: its greatest choice score, or the sum of its two greatest. */
+static float group_score(const pds_gate *gate, const float *choice, uint32_t n) {
+  float first = -INFINITY, second = -INFINITY;
+  for (uint32_t i = 0; i < n; i++) {
+    if (above(choice[i], first)) {
+      second = first;
+      first = choice[i];
+    } else if (above(choice[i], second)) {
+      second = choice[i];
+    }
+  }
+  return gate->group_score == PDS_GROUP_TOP2 ? first + second : first;
+}
+
+/* Group-limited routing: experts outside the best top_groups groups cannot be chosen (-Inf), or score 0. */
+static void mask_groups(const pds_gate *gate, float *scores, float *choice, float *groups, uint8_t *used) {
+  const uint32_t size = gate->experts / gate->groups;
+  for (uint32_t g = 0; g < gate->groups; g++) groups[g] = group_score(gate, choice + g * size, size);
+  memset(used, 0, gate->groups);
+  for (uint32_t i = 0; i < gate->top_groups; i++) used[best_unused(groups, used, gate->groups)] = 1;
+  for (uint32_t g = 0; g < gate->groups; g++) {
+    if (used[g]) continue;
+    for (uint32_t e = g * size; e < (g + 1) * size; e++) {
+      choice[e] = gate->mask_zero ? 0 : -INFINITY;
+      if (gate->mask_zero) scores[e] = 0;
+    }
+  }
+}
+
+/* Routing of one row from its logits: the rules of each family are in pds_gate (plan_desc.h). */
+static void route_row(void *arg, uint32_t row, uint32_t worker) {
+  const layer_job *job = arg;
+  pds_step_ctx *ctx = job->ctx;
+  const pds_gate *gate = &job->layer->gate;
+  const uint32_t n = gate->experts, k = gate->top_k;
+  pds_attention_scratch *scratch = pds_worker_scratch(ctx, worker);
+  float *scores = (float *)pds_buf(ctx, PDS_BUF_GATE) + (size_t)row * pds_ceil(n, PDS_LANES);
+  float *choice = scratch->scores[0], *groups = scratch->probs[0];
+  uint8_t *used = (uint8_t *)(scratch->probs[PDS_TILE / 2]);
+  int32_t *id = (int32_t *)pds_buf(ctx, PDS_BUF_ROUTE_ID) + (size_t)row * k;
+  float *weight = (float *)pds_buf(ctx, PDS_BUF_ROUTE_W) + (size_t)row * k;
+
+  if (gate->score == PDS_SIGMOID) {
+    ctx->kernels->sigmoid(scores, n);
+  } else {
+    ctx->kernels->softmax(scores, n);
+  }
+  const float *bias = gate->bias.dtype == PDS_NONE ? NULL : pds_weight(ctx, &gate->bias, 0);
+  for (uint32_t e = 0; e < n; e++) choice[e] = bias ? scores[e] + bias[e] : scores[e];
+  if (gate->group_score != PDS_GROUP_NONE) mask_groups(gate, scores, choice, groups, used);
+
+  float sum = 0;
+  memset(used, 0, n);
+  for (uint32_t r = 0; r < k; r++) {
+    const uint32_t e = best_unused(choice, used, n);
+    used[e] = 1;
+    id[r] = (int32_t)e;
+    weight[r] = scores[e]; /* the bias decides the choice only */
+    sum += weight[r];
+  }
+  for (uint32_t r = 0; r < k; r++) {
+    if (gate->normalise) weight[r] /= sum + gate->norm_eps;
+    weight[r] *= gate->scaling;
+  }
+}
+
+void pds_op_gate(pds_step_ctx *ctx, uint32_t layer) {
+  layer_job job = {.ctx = ctx, .layer = &ctx->plan->layers[layer]};
+  const pds_gate *gate = &job.layer->gate;
+  pds_gemm_job gemm =
+      pds_gemm_of(ctx, &gate->weight, pds_buf(ctx, PDS_BUF_XN), pds_ceil(ctx->plan->hidden, 32),
+                  pds_buf(ctx, PDS_BUF_GATE), pds_ceil(gate->experts, PDS_LANES), ctx->rows, PDS_OUT_F32);
+  pds_run_gemms(ctx, &gemm);
+  pds_run_rows(ctx, route_row, &job, ctx->rows, FEW_ROWS);
+}
+
+/* Counting sort of all (row, rank) by expert, stable; then one hole for each expert that has rows. The hole table
+ * has room for every expert of the layer, so the counts live in it. */
+void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer) {
+  const pds_gate *gate = &ctx->plan->layers[layer].gate;
+  const int32_t *id = pds_buf(ctx, PDS_BUF_ROUTE_ID);
+  int32_t *sorted = pds_buf(ctx, PDS_BUF_EXPERT_ROWS);
+  pds_hole *hole = ctx->cpu_holes;
+  const uint32_t n = ctx->rows * gate->top_k;
+
+  for (uint32_t e = 0; e < gate->experts; e++) hole[e] = (pds_hole){.expert = e};
+  for (uint32_t i = 0; i < n; i++) hole[id[i]].rows++;
+  uint32_t first = 0;
+  for (uint32_t e = 0; e < gate->experts; e++) {
+    hole[e].first = first;
+    first += hole[e].rows;
+  }
+  for (uint32_t i = 0; i < n; i++) sorted[hole[id[i]].first++] = (int32_t)i;
+  uint32_t bound = 0;
+  for (uint32_t e = 0; e < gate->experts; e++) {
+    const pds_hole h = hole[e];
+    if (h.rows) hole[bound++] = (pds_hole){.expert = h.expert, .first = h.first - h.rows, .rows = h.rows};
+  }
+  ctx->n_cpu_holes = bound;
+}
+
+/* Matrix i of either stage is that of hole i. MID rows are in the order of EXPERT_ROWS. */
+static void select_gate_up(const pds_gemm_job *job, uint32_t i, pds_gemm *g) {
+  const pds_hole *hole = (const pds_hole *)job->arg + i;
+  g->w = (const unsigned char *)g->w + hole->expert * job->w->stride;
+  g->x_index = (const int32_t *)job->arg2 + hole->first;
+  g->y = (unsigned char *)g->y + hole->first * job->y_step;
+  g->rows = hole->rows;
+}
+
+static void select_down(const pds_gemm_job *job, uint32_t i, pds_gemm *g) {
+  const pds_hole *hole = (const pds_hole *)job->arg + i;
+  g->w = (const unsigned char *)g->w + hole->expert * job->w->stride;
+  g->x = (const unsigned char *)g->x + hole->first * job->x_step;
+  g->y_index = (const int32_t *)job->arg2 + hole->first;
+  g->rows = hole->rows;
+}
+
+void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uint32_t n_holes) {
+  const pds_layer *l = &ctx->plan->layers[layer];
+  const uint32_t stride = pds_ceil(ctx->plan->hidden, 32), mid_stride = pds_ceil(l->experts.inter, 32);
+  const size_t mid_bytes = (size_t)mid_stride * pds_act_bytes(ctx->plan);
+  const void *rows = pds_buf(ctx, PDS_BUF_EXPERT_ROWS);
+  void *mid = pds_buf(ctx, PDS_BUF_MID);
+  if (!n_holes) return;
+
+  pds_gemm_job job = pds_swiglu_of(ctx, &l->experts, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, 0);
+  job.gemm.x_div = l->gate.top_k;
+  job.count = n_holes;
+  job.select = select_gate_up;
+  job.arg = holes;
+  job.arg2 = rows;
+  job.y_step = mid_bytes;
+  pds_run_gemms(ctx, &job);
+
+  job = pds_gemm_of(ctx, &l->experts.down, mid, mid_stride, pds_buf(ctx, PDS_BUF_EXPERT_OUT), stride, 0, PDS_OUT_F32);
+  job.count = n_holes;
+  job.select = select_down;
+  job.arg = holes;
+  job.arg2 = rows;
+  job.x_step = mid_bytes;
+  pds_run_gemms(ctx, &job);
+}
+
+static void combine_row(void *arg, uint32_t row, uint32_t worker) {
+  (void)worker;
+  const layer_job *job = arg;
+  pds_step_ctx *ctx = job->ctx;
+  const uint32_t n = ctx->plan->hidden, stride = pds_ceil(n, 32), k = job->layer->gate.top_k;
+  float *hid = (float *)pds_buf(ctx, PDS_BUF_HID) + (size_t)row * stride;
+  const float *out = (const float *)pds_buf(ctx, PDS_BUF_EXPERT_OUT) + (size_t)row * k * stride;
+  const float *weight = (const float *)pds_buf(ctx, PDS_BUF_ROUTE_W) + (size_t)row * k;
+  for (uint32_t r = 0; r < k; r++) ctx->kernels->axpy(weight[r], out + (size_t)r * stride, hid, n);
+  if (job->shared) {
+    ctx->kernels->axpy(1, (const float *)pds_buf(ctx, PDS_BUF_SHARED_OUT) + (size_t)row * stride, hid, n);
+  }
+}
+
+void pds_op_combine(pds_step_ctx *ctx, uint32_t layer, int shared) {
+  layer_job job = {.ctx = ctx, .layer = &ctx->plan->layers[layer], .shared = shared};
+  pds_run_rows(ctx, combine_row, &job, ctx->rows, FEW_ROWS);
+}
