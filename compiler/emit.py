@@ -10,7 +10,7 @@ import numpy as np
 
 from pdscope.codegen_templates import render
 from pdscope.compiler.lowered import Form, LoweredModel
-from pdscope.compiler.passes.plan_memory import MemoryPlan
+from pdscope.compiler.passes.plan_memory import MemoryPlan, rope_tables
 from pdscope.ir.graph import Rope
 
 # Enumerators of plan_desc.h by the words of the IR.
@@ -36,6 +36,8 @@ def plan_source(
         if layer.attn.rope.inv_freq not in tables:
             tables.append(layer.attn.rope.inv_freq)
 
+    rope_offsets, _ = rope_tables(model, memory.max_rows)
+
     def rope_of(rope: Rope) -> int:
         return tables.index(rope.inv_freq)
 
@@ -50,6 +52,7 @@ def plan_source(
         format_version=format_version,
         ropes=tables,
         rope_of=rope_of,
+        rope_offset=lambda rope: rope_offsets[rope.inv_freq, rope.scale],
         f32=c_float,
         dtype=_DTYPE,
         attn_kind=_ATTENTION,

@@ -182,7 +182,6 @@ def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
     hidden = ceil_to(model.hidden, K_ALIGN)
     top_k = max((g.top_k for g in gates), default=0)
     experts = max((g.experts for g in gates), default=0)
-    ropes = len({a.rope.inv_freq for a in attn})
     routed = [x.experts.inter for x in model.layers if x.experts]
     shared = [x.shared.inter for x in model.layers if x.shared]
     dense = [x.dense.inter for x in model.layers if x.dense]
@@ -195,12 +194,12 @@ def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
         Buffer("HID", 4 * rows * hidden),
         Buffer("XN", 4 * rows * hidden),
         Buffer("XACT", act * rows * hidden),
-        Buffer("ROPE", 4 * ropes * rows * most([a.rope.dim for a in attn])),
+        Buffer("ROPE", rope_tables(model, rows)[1]),
         Buffer("QKV", 4 * rows * most([a.in_proj.n for a in attn], PANEL)),
         Buffer("QACT", act * rows * most([a.q_lora for a in mla], K_ALIGN)),
-        Buffer("Q", 4 * rows * max(a.heads * ceil_to(_qk(a), PANEL) for a in attn)),
+        Buffer("QB", 4 * rows * most([a.heads * a.qk_dim for a in mla if a.q_lora], PANEL)),
+        Buffer("Q", act * rows * max(a.heads * ceil_to(_qk(a), K_ALIGN) for a in attn)),
         Buffer("QHEAD", act * rows * most([a.heads * ceil_to(a.nope_dim, K_ALIGN) for a in mla])),
-        Buffer("CTX", 4 * rows * max(a.heads * ceil_to(_v(a), PANEL) for a in attn)),
         Buffer("CTXACT", act * rows * most([a.heads * ceil_to(a.kv_lora, K_ALIGN) for a in mla])),
         Buffer("OACT", act * rows * most([a.heads * a.v_dim for a in attn], K_ALIGN)),
         Buffer(
@@ -211,7 +210,7 @@ def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
         Buffer("ROUTE_ID", 4 * rows * top_k),
         Buffer("ROUTE_W", 4 * rows * top_k),
         Buffer("EXPERT_ROWS", 4 * rows * top_k),
-        Buffer("HOLES", HOLE_BYTES * min(experts, rows * top_k)),
+        Buffer("HOLES", HOLE_BYTES * experts),
         Buffer("MID", act * mid),
         Buffer("MID_SHARED", act * rows * most(shared, K_ALIGN)),
         Buffer("EXPERT_OUT", 4 * rows * top_k * hidden),
@@ -229,12 +228,32 @@ def _v(a: Attention) -> int:
     return a.kv_lora if a.kind == "mla" else a.v_dim
 
 
+def rope_tables(model: LoweredModel, rows: int) -> tuple[dict[tuple[object, ...], int], int]:
+    """Offset of each distinct rope's cos/sin table in ROPE, by (inv_freq, scale), and the bytes of
+    all."""
+    offsets: dict[tuple[object, ...], int] = {}
+    end = 0
+    for layer in model.layers:
+        rope = layer.attn.rope
+        if (rope.inv_freq, rope.scale) not in offsets:
+            offsets[rope.inv_freq, rope.scale] = end
+            end += ceil_to(4 * rows * rope.dim, CACHE_LINE)
+    return offsets, end
+
+
 def _kv_layer(a: Attention, act: int) -> int:
-    """Bytes of one layer in one KV block (runtime_c/src/kv_layout.h)."""
+    """Bytes of one layer in one KV block, in 32-bit words (runtime_c/src/kv_layout.h)."""
     if a.kind == "mla":
-        return act * KV_BLOCK * ceil_to(_qk(a), PANEL)
-    return act * KV_BLOCK * a.kv_heads * (ceil_to(a.qk_dim, PANEL) + ceil_to(a.v_dim, PANEL))
+        return KV_BLOCK * ceil_to(act * _qk(a), 4)
+    return KV_BLOCK * a.kv_heads * (ceil_to(act * a.qk_dim, 4) + act * ceil_to(a.v_dim, PANEL))
 
 
 def _thread_scratch(model: LoweredModel) -> int:
-    return 0
+    """pds_attention_scratch_bytes of kv_layout.h: scores and probabilities, maxima and sums, and
+    outputs of a tile of KV_BLOCK queries; MLA also a block of values."""
+    fixed = 2 * 4 * KV_BLOCK * KV_BLOCK + 2 * 4 * KV_BLOCK
+    act = model.act_bytes
+    return max(
+        fixed + KV_BLOCK * ceil_to(_v(a), PANEL) * (4 + (act if a.kind == "mla" else 0))
+        for a in (x.attn for x in model.layers)
+    )

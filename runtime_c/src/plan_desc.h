@@ -14,7 +14,7 @@ typedef enum pds_dtype {
 
 /* A weight in a weight file. Packed: `count` matrices [n, k] one after the other, `stride` bytes apart; each is
  * ceil(n/16) panels of 16 output columns, and a panel is k_pad (k rounded up to 32) * 16 elements, K-contiguous
- * rows of 64 bytes (shared/design "Packed weights"). Zero padded in both directions. */
+ * rows of 64 bytes. Zero padded in both directions. */
 typedef struct pds_tensor {
   uint8_t dtype; /* pds_dtype */
   uint16_t file; /* index into pds_plan.files */
