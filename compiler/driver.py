@@ -155,14 +155,20 @@ class Model:
     def weights_sha256(self) -> str:
         if self.checkpoint is None:
             return hashlib.sha256(b"dummy weights 1").hexdigest()
-        total = sum(f.stat().st_size for f in self.checkpoint.shards)
-        self.progress.start("hash weights", total)
-        return self.checkpoint.content_hash(self.progress.advance)
+        self.progress.start("hash weights", self.checkpoint.total_bytes)
+        seen = 0
+
+        def report(done: int, _: int) -> None:
+            nonlocal seen
+            self.progress.advance(done - seen)
+            seen = done
+
+        return self.checkpoint.content_hash(report)
 
     def reader(self) -> WeightReader:
         meta = self.traced.meta_model
         if self.checkpoint is None:
-            return DummyWeights(meta)
+            return DummyWeights(meta, "float32" if self.options.dtype == "fp32" else "bfloat16")
         return Weights(self.checkpoint, map_parameters(meta, self.checkpoint))
 
 

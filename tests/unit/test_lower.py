@@ -1,5 +1,5 @@
-"""Lowering accounts for every node of the graph, and places tensors without overlap (issue: trace is the
-truth; plan; memory table)."""
+"""Lowering accounts for every node of the graph, and places tensors without overlap (issue: trace
+is the truth; plan; memory table)."""
 
 from dataclasses import replace
 
