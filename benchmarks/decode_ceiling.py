@@ -1,0 +1,156 @@
+"""Decode speed against what this machine can read, measured in turn in the same run.
+
+A decode step reads every weight it uses once, so it cannot be faster than memory. The model has
+four layers of Qwen3-30B-A3B's dimensions with dummy weights (6 GB on disk as a plan). Prints the
+bytes a token reads, the read rates of decode and of read_ceiling.c, and their ratio.
+
+    python benchmarks/decode_ceiling.py [--plan DIR] [--threads N] [--rounds R] [--json]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pdscope
+from pdscope import config
+from pdscope.compiler.build import find_compiler
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
+CONTEXT = 512
+
+
+def bytes_per_token() -> int:
+    """Weight bytes that one decode step needs, from the dimensions alone: bf16, gates in fp32."""
+    c = CONFIG
+    hidden, heads, kv = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
+    attention = 2 * hidden * c["head_dim"] * (2 * heads + 2 * kv)
+    experts = 2 * c["num_experts_per_tok"] * 3 * hidden * c["moe_intermediate_size"]
+    gate = 4 * c["num_experts"] * hidden
+    head = 2 * c["vocab_size"] * hidden
+    return int(c["num_hidden_layers"] * (attention + gate + experts) + head)
+
+
+def build_ceiling(folder: Path) -> Path:
+    source = Path(__file__).with_name("read_ceiling.c")
+    program = folder / "read_ceiling"
+    command = [*find_compiler().command, "-O3", "-pthread", "-o", program, source]
+    subprocess.run(command, check=True)
+    return program
+
+
+def read_ceiling(program: Path, threads: int) -> float:
+    """GB/s."""
+    done = subprocess.run([program, str(threads), "1"], check=True, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+def decode_rate(engine: pdscope.Engine, tokens: int, rng: np.random.Generator) -> float:
+    """Tokens per second of decode steps on random tokens, behind a context of 64."""
+    ids = [int(i) for i in rng.integers(0, CONFIG["vocab_size"], 64 + tokens)]
+    engine.reset()
+    engine.prefill(ids[:64])
+    began = time.perf_counter()
+    for token in ids[64:]:
+        engine.decode(token)
+    return tokens / (time.perf_counter() - began)
+
+
+def make_plan(plan: Path, scratch: Path) -> None:
+    if (plan / "plan.json").exists():
+        return
+    model = scratch / "qwen3-4-layers"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    print(f"compiling a dummy model into {plan} (6 GB)", file=sys.stderr)
+    pdscope.compile(model, plan, load_format="dummy", dtype="bf16", max_context=CONTEXT)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plan", type=Path, default=config.cache_dir() / "bench-qwen3-4-layers")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    size = bytes_per_token()
+    ceilings: list[float] = []
+    rates: list[float] = []
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        make_plan(asked.plan, scratch)
+        program = build_ceiling(scratch)
+        rng = np.random.default_rng(0)
+        with pdscope.load(asked.plan, threads=asked.threads) as engine:
+            isa = engine.info.isa
+            decode_rate(engine, asked.tokens, rng)  # brings the weights into memory
+            for _ in range(asked.rounds):
+                ceilings.append(read_ceiling(program, asked.threads))
+                rates.append(decode_rate(engine, asked.tokens, rng))
+    reads = [rate * size / 1e9 for rate in rates]
+    ratios = [read / ceiling for read, ceiling in zip(reads, ceilings, strict=True)]
+    result = {
+        "threads": asked.threads,
+        "kernel_path": isa,
+        "bytes_per_token": size,
+        "tokens_per_second": spread(rates),
+        "decode_gb_per_second": spread(reads),
+        "ceiling_gb_per_second": spread(ceilings),
+        "ratio": spread(ratios),
+    }
+    if asked.json:
+        print(json.dumps(result, indent=2))
+        return
+    print(f"{asked.threads} threads, {isa}, {size / 1e6:.0f} MB of weights a token")
+    print(f"{'':24}{'min':>10}{'median':>10}{'max':>10}")
+    for key, label in (
+        ("tokens_per_second", "decode, tokens/s"),
+        ("decode_gb_per_second", "decode, GB/s"),
+        ("ceiling_gb_per_second", "read ceiling, GB/s"),
+        ("ratio", "decode / ceiling"),
+    ):
+        row = result[key]
+        assert isinstance(row, dict)
+        print(f"{label:24}" + "".join(f"{row[k]:10.2f}" for k in ("min", "median", "max")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""Bad input on the command line: one line that names the cause, status 1, no traceback.
+
+Holds: "Bad input, each with a clear error and a test: missing shard; truncated shard; header with a
+zero dimension, empty key, overlapping or out-of-file offsets, unknown dtype; index naming a tensor
+no shard has; shape mismatch; config lacking a key (family default where the family has one, else
+an error); unknown activation; NaN weights (`--check-weights`); vocabulary mismatch; a plan cut
+short, edited, from another format version or for other CPU features; output directory not empty;
+disk full; prompt longer than the context; empty prompt; invalid UTF-8." And: "`pdscope-bench -p`
+beyond the context is an error naming the limit."
+"""
+
+import json
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.assets import BUNDLED
+from support.commands import Ran, run_command
+from support.damage import cut, edit_header, edit_json, flip, tensors_of
+from support.plans import PlanStore
+
+SHARD = "model-00002-of-00003.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def make_model(out: Path) -> None:
+    from support.tiny_configs import random_tiny_config, save_random_model
+
+    config = random_tiny_config("qwen3_moe", 0) | {"num_hidden_layers": 2, "num_experts": 8}
+    save_random_model(config, out, seed=0, shards=3)
+
+
+@pytest.fixture
+def model(plans: PlanStore, tmp_path: Path) -> Path:
+    """A sound model of three shards, to be damaged."""
+    return Path(shutil.copytree(plans.once("sharded.model", make_model), tmp_path / "model"))
+
+
+@pytest.fixture
+def plan(plans: PlanStore, tmp_path: Path) -> Path:
+    """A sound plan of the demo model, to be damaged."""
+    source = plans.compile(BUNDLED / "tiny-mixtral", dtype="fp32", max_context=128)
+    return Path(shutil.copytree(source, tmp_path / "plan"))
+
+
+def compile_fault(model: Path, *options: Any, **more: Any) -> str:
+    """Compiles, expects a fault, and that no plan was left."""
+    out = model.parent / "out.plan"
+    line = run_command("pdscope-compile", model, "-o", out, *options, **more).fault()
+    assert not out.exists()
+    return line
+
+
+def entry(model: Path, change: Callable[[dict[str, Any]], object], which: int = 0) -> str:
+    """Changes the header entry of one tensor of SHARD, and gives the tensor's name."""
+    name = tensors_of(model / SHARD)[which]
+    edit_header(model / SHARD, lambda header: change(header[name]))
+    return name
+
+
+def test_missing_shard(model: Path) -> None:
+    (model / SHARD).unlink()
+    assert SHARD in compile_fault(model)
+
+
+def test_truncated_shard(model: Path) -> None:
+    cut(model / SHARD, 100)
+    assert SHARD in compile_fault(model)
+
+
+def test_shard_cut_within_its_header(model: Path) -> None:
+    cut(model / SHARD, (model / SHARD).stat().st_size - 20)
+    assert SHARD in compile_fault(model)
+
+
+def test_zero_dimension(model: Path) -> None:
+    entry(model, lambda tensor: tensor["shape"].__setitem__(0, 0))
+    assert SHARD in compile_fault(model)
+
+
+def test_empty_key(model: Path) -> None:
+    name = tensors_of(model / SHARD)[0]
+    edit_header(model / SHARD, lambda header: header.update({"": header.pop(name)}))
+    assert SHARD in compile_fault(model)
+
+
+def test_overlapping_offsets(model: Path) -> None:
+    other = tensors_of(model / SHARD)[1]
+    name = tensors_of(model / SHARD)[0]
+
+    def overlap(header: dict[str, Any]) -> None:
+        size = header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
+        begin = header[other]["data_offsets"][0] + 4
+        header[name]["data_offsets"] = [begin, begin + size]
+
+    edit_header(model / SHARD, overlap)
+    assert SHARD in compile_fault(model)
+
+
+def test_offsets_beyond_the_file(model: Path) -> None:
+    def move(tensor: dict[str, Any]) -> None:
+        tensor["data_offsets"] = [offset + (1 << 40) for offset in tensor["data_offsets"]]
+
+    entry(model, move, which=-1)
+    assert SHARD in compile_fault(model)
+
+
+def test_unknown_dtype(model: Path) -> None:
+    entry(model, lambda tensor: tensor.update(dtype="F13"))
+    line = compile_fault(model)
+    assert SHARD in line and "F13" in line
+
+
+def test_index_names_a_tensor_no_shard_has(model: Path) -> None:
+    edit_json(model / INDEX, lambda index: index["weight_map"].update({"model.extra": SHARD}))
+    assert "model.extra" in compile_fault(model)
+
+
+def test_shape_mismatch(model: Path) -> None:
+    name = entry(model, lambda tensor: tensor["shape"].reverse(), which=-1)
+    shape = json.loads((model / "config.json").read_text())["hidden_size"]
+    line = compile_fault(model)
+    assert name in line and str(shape) in line
+
+
+def test_config_lacks_a_key_without_default(model: Path) -> None:
+    edit_json(model / "config.json", lambda config: config.pop("num_experts"))
+    # transformers' default for the family does not fit these weights: named, not guessed.
+    line = compile_fault(model)
+    assert "config.json" in line or "experts" in line
+
+
+def test_config_lacks_a_key_with_default(model: Path) -> None:
+    """norm_topk_prob has a family default in transformers, which is what the reference uses."""
+    edit_json(model / "config.json", lambda config: config.pop("norm_topk_prob"))
+    ran = run_command("pdscope-compile", model, "--dry-run", "--json")
+    assert ran.status == 0, ran.err
+
+
+def test_unknown_activation(model: Path) -> None:
+    edit_json(model / "config.json", lambda config: config.update(hidden_act="gelu_pytorch_tanh"))
+    assert "gelu_pytorch_tanh" in compile_fault(model)
+
+
+def test_unsupported_family(model: Path) -> None:
+    """ "A family that is not supported is refused by name, with the list of those that are." """
+    change = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    edit_json(model / "config.json", lambda config: config.update(change))
+    line = compile_fault(model)
+    assert "LlamaForCausalLM" in line
+    for family in ("Mixtral", "Qwen3Moe", "DeepseekV2", "DeepseekV3", "Olmoe"):
+        assert f"{family}ForCausalLM" in line
+
+
+def test_config_is_not_json(model: Path) -> None:
+    (model / "config.json").write_bytes(b'{"architectures": [')
+    assert "config.json" in compile_fault(model)
+
+
+def test_nan_weights(model: Path) -> None:
+    raw = bytearray((model / SHARD).read_bytes())
+    raw[-4:] = b"\x00\x00\xc0\x7f"  # the last value of the shard becomes NaN
+    (model / SHARD).write_bytes(raw)
+    line = compile_fault(model, "--check-weights")
+    assert "NaN" in line and tensors_of(model / SHARD)[-1].split(".")[-2] in line
+
+
+def test_vocabulary_mismatch(model: Path) -> None:
+    """A tokenizer with more ids than the model has."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / "tiny-mixtral" / name, model)
+    line = compile_fault(model)
+    assert "tokenizer" in line and "8192" in line
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    assert "nowhere" in compile_fault(tmp_path / "nowhere")
+
+
+def test_output_directory_not_empty(model: Path) -> None:
+    out = model.parent / "full"
+    out.mkdir()
+    (out / "letter.txt").write_text("keep me")
+    line = run_command("pdscope-compile", model, "-o", out).fault()
+    assert str(out) in line
+    forced = run_command("pdscope-compile", model, "-o", out, "--force").fault()
+    assert str(out) in forced
+    assert (out / "letter.txt").read_text() == "keep me"
+
+
+def test_existing_plan_needs_force(model: Path, plan: Path) -> None:
+    line = run_command("pdscope-compile", model, "-o", plan).fault()
+    assert "--force" in line
+
+
+def test_context_beyond_the_model(model: Path) -> None:
+    line = compile_fault(model, "--max-context", 1 << 20)
+    assert "512" in line
+
+
+def test_disk_full(model: Path) -> None:
+    """A file may not grow beyond 10 kB: fails in one line, leaves no plan, and then resumes."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+
+    line = compile_fault(model, preexec_fn=limit)
+    assert "out.plan" in line or ".partial" in line
+    out = model.parent / "out.plan"
+    ran = run_command("pdscope-compile", model, "-o", out, "--json")
+    assert ran.status == 0, ran.err
+    assert run_command("pdscope-inspect", out, "--verify").status == 0
+
+
+def run_fault(plan: Path) -> str:
+    return run_command("pdscope-run", plan, "--prompt", "Hello", "--max-new-tokens", 4).fault()
+
+
+@pytest.mark.parametrize("name", ["program.bin", "weights", "lib/libpdscope.so", "plan.json"])
+def test_plan_cut_short(plan: Path, name: str) -> None:
+    path = plan / name
+    path = sorted(path.iterdir())[0] if path.is_dir() else path
+    cut(path, 64)
+    assert path.name in run_fault(plan)
+
+
+@pytest.mark.parametrize("name", ["program.bin", "weights", "tokenizer.json"])
+def test_plan_lacks_a_file(plan: Path, name: str) -> None:
+    path = plan / name
+    path = sorted(path.iterdir())[0] if path.is_dir() else path
+    path.unlink()
+    assert path.name in run_fault(plan)
+
+
+def test_program_edited(plan: Path) -> None:
+    flip(plan / "program.bin")
+    assert "program.bin" in run_fault(plan)
+
+
+def test_weights_edited(plan: Path) -> None:
+    """Sizes are checked at each load; contents when asked for."""
+    weights = sorted((plan / "weights").iterdir())[0]
+    flip(weights)
+    ran = run_command("pdscope-inspect", plan, "--verify")
+    assert ran.status == 1 and "Traceback" not in ran.err
+    assert weights.name in ran.out + ran.err
+
+
+def test_program_text_edited(plan: Path) -> None:
+    text = plan / "programs" / "layer000.decode.plan"
+    text.write_text(text.read_text().replace("top_k = 2", "top_k = 3"))
+    ran = run_command("pdscope-inspect", plan, "--verify")
+    assert ran.status == 1 and "layer000.decode.plan" in ran.out + ran.err
+
+
+def test_other_format_version(plan: Path) -> None:
+    edit_json(plan / "plan.json", lambda data: data.update(format_version=99))
+    line = run_fault(plan)
+    assert "99" in line and "version" in line
+
+
+def test_other_cpu_features(plan: Path) -> None:
+    edit_json(plan / "plan.json", lambda data: data["target"]["features"].append("avx1024"))
+    assert "avx1024" in run_fault(plan)
+
+
+def test_not_a_plan(tmp_path: Path) -> None:
+    assert "plan.json" in run_fault(tmp_path)
+
+
+def run_on(plan: Path, *arguments: Any, **more: Any) -> Ran:
+    return run_command("pdscope-run", plan, *arguments, **more)
+
+
+def test_prompt_longer_than_the_context(plan: Path) -> None:
+    line = run_on(plan, "--prompt", "word " * 300).fault()
+    assert "128" in line and "context" in line
+
+
+@pytest.mark.parametrize("chat", [[], ["--chat"]])
+def test_empty_prompt(plan: Path, chat: list[str]) -> None:
+    assert "empty" in run_on(plan, *chat, "--prompt", "").fault()
+    assert "empty" in run_on(plan, *chat, stdin=b"").fault()
+
+
+def test_invalid_utf8(plan: Path) -> None:
+    assert "UTF-8" in run_on(plan, stdin=b"caf\xe9\n").fault()
+
+
+def test_unknown_isa(plan: Path) -> None:
+    import os
+
+    line = run_on(plan, "--prompt", "Hello", env=os.environ | {"PDSCOPE_ISA": "mmx"}).fault()
+    assert "mmx" in line and "scalar" in line
+
+
+def test_bench_beyond_the_context(plan: Path) -> None:
+    line = run_command("pdscope-bench", plan, "-p", "64,500", "-n", "8", "-r", "1").fault()
+    assert "128" in line
+
+
+@pytest.mark.parametrize("name", ["compile", "run", "inspect", "bench"])
+def test_wrong_usage_is_status_2(name: str) -> None:
+    assert run_command(f"pdscope-{name}", "--no-such-option").status == 2
