@@ -1,8 +1,8 @@
-"""Safetensors checkpoints: which files, which tensor is which parameter, and are they what the model needs.
+"""Safetensors checkpoints: which tensor is which parameter, and does it fit the model.
 
-Names are mapped by transformers' own conversion table, so PDScope accepts what transformers accepts. Weights
-stay in the mapped files until they are asked for. May import numpy, torch, transformers, safetensors,
-pdscope.ir and pdscope.errors.
+Names are mapped by transformers' own conversion table, so PDScope accepts what transformers
+accepts. Weights stay in the mapped files until they are asked for. May import numpy, torch,
+transformers, safetensors, pdscope.ir and pdscope.errors.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 
 
 class Checkpoint:
-    """The safetensors files of a model directory, every header checked; no weight is read by opening.
+    """The safetensors files of a model directory, every header checked. Reads no weight.
 
     tensors: every tensor of the checkpoint by key.
     """
@@ -58,15 +58,15 @@ class Checkpoint:
             for key, info in file.tensors.items():
                 if key in self._owner:
                     raise ModelError(
-                        f"{file.path}: tensor {key} is also in {self._owner[key].path.name}; expected "
-                        "every tensor once, remove the file that does not belong here"
+                        f"{file.path}: tensor {key} is also in {self._owner[key].path.name}; "
+                        "expected every tensor once, remove the file that does not belong here"
                     )
                 self._owner[key] = file
                 self.tensors[key] = info
 
     @classmethod
     def open(cls, directory: Path | str) -> "Checkpoint":
-        """Checks the files of `directory`; ModelError names file, tensor, expectation and remedy."""
+        """Checks the files of `directory`; ModelError names file, tensor and remedy."""
         directory = Path(directory)
         if not directory.is_dir():
             raise ModelError(f"{directory}: not a directory, so it holds no weights")
@@ -111,11 +111,11 @@ class Checkpoint:
         return sum(f.size for f in self._files.values())
 
     def read(self, key: str) -> Array:
-        """The tensor as a read-only view of the mapped file: float32, float16, or uint16 for bf16 bits."""
+        """A read-only view of the mapped file: float32, float16, or uint16 for bf16 bits."""
         return self._owner[key].read(key)
 
     def content_hash(self, progress: Progress | None = None) -> str:
-        """SHA-256 over config.json, the index and every shard, in name order. Reads all the weights."""
+        """SHA-256 over config.json, the index and every shard. Reads all the weights."""
         return content_hash(self.directory, self.files, progress)
 
 
@@ -172,8 +172,8 @@ def _no_checkpoint(directory: Path) -> NoReturn:
             "use the safetensors files of this model, or convert it with save_pretrained()"
         )
     raise ModelError(
-        f"{directory}: no weights: neither {SINGLE} nor {INDEX}; download the safetensors files, or "
-        "use --load-format dummy to compile the configuration alone"
+        f"{directory}: no weights: neither {SINGLE} nor {INDEX}; download the safetensors files, "
+        "or use --load-format dummy to compile the configuration alone"
     )
 
 
@@ -191,8 +191,8 @@ def _read_index(path: Path) -> dict[str, str]:
         plain = isinstance(name, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", name)
         if not plain or name.startswith("."):
             raise ModelError(
-                f"{path}: weight_map[{key!r}] is {name!r}, expected the plain name of a .safetensors "
-                f"file beside the index; {AGAIN}"
+                f"{path}: weight_map[{key!r}] is {name!r}, expected the plain name of a "
+                f".safetensors file beside the index; {AGAIN}"
             )
     return weight_map
 
@@ -210,17 +210,14 @@ class Source:
     expert: int | None
 
 
-def map_parameters(
-    meta_model: Any, checkpoint: Checkpoint, graph: Any = None
-) -> dict[str, tuple[Source, ...]]:
+def map_parameters(meta_model: Any, checkpoint: Checkpoint) -> dict[str, tuple[Source, ...]]:
     """Parameter (transformers' state_dict name) -> its sources in the checkpoint, in expert order.
 
-    Tied parameters are listed under the embedding's name only. Raises ModelError for a parameter that is
-    missing, a tensor that belongs to nothing, a shape other than the configuration's, or a dtype that cannot
-    be used. `graph` is not needed and accepted for symmetry with the other passes.
+    Tied parameters are listed under the embedding's name only. Raises ModelError for a parameter
+    that is missing, a tensor that belongs to nothing, a shape other than the configuration's, or a
+    dtype that cannot be used.
     """
-    mapper = _Mapper(meta_model, checkpoint)
-    return mapper.run()
+    return _Mapper(meta_model, checkpoint).run()
 
 
 class _Mapper:
@@ -308,7 +305,7 @@ class _Mapper:
             )
 
     def ignorable(self, key: str) -> bool:
-        """Tensors that transformers ignores too: rotary buffers and multi-token-prediction layers."""
+        """What transformers ignores too: rotary buffers and multi-token-prediction layers."""
         if re.search(r"rotary_emb\.inv_freq$", key):
             return True
         patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -320,7 +317,7 @@ class _Mapper:
         return layer is not None and layers <= int(layer.group(1)) < layers + extra
 
     def tie(self) -> None:
-        """With tied embeddings, a second copy under the head's name may be there, if it is the same."""
+        """With tied embeddings, the head may be stored a second time, if it is the same."""
         for target, source in (getattr(self.model, "all_tied_weights_keys", None) or {}).items():
             head = self.found.pop(target, None)
             if head is None:
@@ -332,8 +329,8 @@ class _Mapper:
             a, b = head[("whole", None)], body[("whole", None)]
             if not self.same(a, b):
                 raise ModelError(
-                    f"{self.where(a)}: differs from {b}, but config.json says tie_word_embeddings; set "
-                    "it to false if the model has its own head"
+                    f"{self.where(a)}: differs from {b}, but config.json says "
+                    "tie_word_embeddings; set it to false if the model has its own head"
                 )
 
     def same(self, a: str, b: str) -> bool:
@@ -365,7 +362,8 @@ class _Mapper:
 
     def fail_unexpected(self) -> NoReturn:
         raise ModelError(
-            f"{self.where(self.unexpected[0])}: not a parameter of {self.family} with this config.json"
+            f"{self.where(self.unexpected[0])}: not a parameter of {self.family} with this "
+            "config.json"
             + (f" (nor are {len(self.unexpected) - 1} others)" if len(self.unexpected) > 1 else "")
             + "; config.json and the weights are of different models"
         )
@@ -397,8 +395,9 @@ class Weights:
     def get(self, param: str, part: str = "whole", expert: int | None = None) -> Array:
         """A parameter, or one expert's matrix of a fused one: float32, or uint16 holding bf16 bits.
 
-        param: transformers' state_dict name. part: "whole", or with `expert` "gate", "up" or "down", each a
-        matrix [n, k]. float16 is widened to float32. The array may be a read-only view of the file.
+        param: transformers' state_dict name. part: "whole", or with `expert` "gate", "up" or
+        "down", each a matrix [n, k]. float16 is widened to float32. The array may be a read-only
+        view of the file.
         """
         parts = self._parts[param]
         if (part, expert) in parts:
@@ -432,12 +431,13 @@ def slice_fused(fused: Array, part: str, expert: int | None) -> Array:
 
 
 class DummyWeights:
-    """Random weights of the right shapes, for a configuration without a checkpoint (--load-format dummy).
+    """Random weights of the right shapes, for a configuration without a checkpoint.
 
-    The same name, seed and dtype always give the same bits, on every machine. Matrices have unit gain, those
-    that write into the residual stream are scaled down by its depth, and gates spread their logits, so that
-    routing does not collapse. Every tensor is a stretch of one block of normal noise, whose length is a prime
-    (so rows do not repeat): this fills memory at the speed of a copy.
+    The same name, seed and dtype always give the same bits, on every machine. Matrices have unit
+    gain, those that write into the residual stream are scaled down by its depth, and gates spread
+    their logits, so that routing does not collapse. Every tensor is a stretch of one block of
+    normal noise, whose length is a prime (so rows do not repeat): this fills memory at the speed of
+    a copy.
     """
 
     def __init__(self, meta_model: Any, dtype: str = "bfloat16", seed: int = 0) -> None:
@@ -490,7 +490,7 @@ class DummyWeights:
         return 0.0, gain
 
     def _draw(self, name: str, shape: tuple[int, ...], mean: float, deviation: float) -> Array:
-        """`shape` values of the noise block, from a start that depends on name and seed, times deviation."""
+        """A stretch of the noise block; name and seed say where it starts."""
         key = (mean, deviation)
         if key not in self._blocks:
             block = self._noise * np.float32(deviation) + np.float32(mean)
@@ -515,14 +515,14 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def _normal_quantile(p: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Inverse of the normal distribution function, by bisection on erf: only a table is made of it."""
+    """Inverse of the normal distribution function, interpolated in a table of erf."""
     grid = np.linspace(-5.0, 5.0, 20001)
     cdf = np.array([0.5 * (1.0 + math.erf(x / math.sqrt(2.0))) for x in grid])
     return np.interp(p, cdf, grid)
 
 
 def check_finite(name: str, array: Array) -> None:
-    """ModelError naming the tensor and the first index of a NaN or infinity; uint16 is bf16 bits."""
+    """ModelError naming tensor and index of the first NaN or infinity; uint16 is bf16 bits."""
     flat = array.reshape(-1)
     step = 1 << 22  # bounded memory
     for start in range(0, flat.size, step):
@@ -535,8 +535,8 @@ def check_finite(name: str, array: Array) -> None:
             index = np.unravel_index(start + int(bad.argmax()), array.shape)
             value = _value_of(block[int(bad.argmax())])
             raise ModelError(
-                f"tensor {name}: {value} at index {[int(i) for i in index]}, expected finite weights; "
-                f"{AGAIN}, or take another checkpoint"
+                f"tensor {name}: {value} at index {[int(i) for i in index]}, expected finite "
+                f"weights; {AGAIN}, or take another checkpoint"
             )
 
 
@@ -547,7 +547,7 @@ def _value_of(element: Any) -> str:
 
 
 def check_vocabulary(directory: Path, vocab: int) -> None:
-    """ModelError if tokenizer.json (when there is one) has token ids that the embedding has no row for."""
+    """ModelError if tokenizer.json, if any, has token ids that the embedding has no row for."""
     path = directory / "tokenizer.json"
     if not path.exists():
         return

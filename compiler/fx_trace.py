@@ -1,9 +1,10 @@
 """torch.fx trace of a transformers causal LM at the level of modules, on the meta device.
 
-The tracer's proxies carry the meta tensor of the value they stand for, so that shapes are concrete and the
-Python of transformers just runs. Modules that have a role (attention, gate, ...) are leaves with a fixed
-output structure; everything else is traced through. What is not understood is left in the trace for the
-lowering to refuse. May import torch, transformers, pdscope.models and pdscope.errors.
+The tracer's proxies carry the meta tensor of the value they stand for, so that shapes are concrete
+and the Python of transformers just runs. Modules that have a role (attention, gate, ...) are leaves
+with a fixed output structure; everything else is traced through. What is not understood is left in
+the trace for the lowering to refuse. May import torch, transformers, pdscope.models and
+pdscope.errors.
 """
 
 import contextlib
@@ -73,7 +74,7 @@ class MetaProxy(fx.Proxy):
         return len(self.val)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self[i] for i in range(len(self.val))])
+        return iter([self[i] for i in range(len(self.val))])  # type: ignore[index]
 
     def __bool__(self) -> bool:
         if isinstance(self.val, torch.Tensor):
@@ -93,7 +94,7 @@ def _in_place(fn: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-# `x += y` changes every alias of x, which plain fx would record as a new value: record the truth instead.
+# `x += y` changes every alias of x. Plain fx would record a new value: record the truth.
 for _name in ("iadd", "isub", "imul", "itruediv"):
     setattr(MetaProxy, f"__{_name}__", _in_place(getattr(operator, _name)))
 
@@ -168,7 +169,7 @@ class LeafTracer(fx.Tracer):
         finally:
             self.busy = was
 
-    def _leaf_value(self, m: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+    def _leaf_value(self, m: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Output structure of a leaf; compiler/leaf_check.py proves that the real module has it."""
         x = next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
         match role_of(m, name, self.family):
@@ -234,7 +235,7 @@ def _opaque_masks(model: nn.Module, tracer: LeafTracer) -> Iterator[None]:
 
 
 class _Root(nn.Module):
-    """Fixes the keyword arguments, so that transformers' decorated forward needs no signature of ours."""
+    """Fixes the arguments, so that transformers' decorated forward can be traced."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -248,7 +249,7 @@ class _Root(nn.Module):
 
 
 def trace_model(model: nn.Module, family: Family) -> tuple[nn.Module, fx.Graph]:
-    """The root module and its fx graph. Node targets are paths below the root: "model.<parameter path>"."""
+    """The root module and its fx graph; targets are paths below it: "model.<parameter path>"."""
     model.eval()
     inputs = {
         "input_ids": torch.empty((BATCH, LENGTH), dtype=torch.long, device="meta"),

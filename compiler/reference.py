@@ -1,7 +1,8 @@
 """A small torch executor of ir.graph.Graph in fp32: the meaning of every operator, in plain code.
 
-Tests compare it with transformers and with the C runtime; leaf_check.py uses it to prove that PDScope and the
-installed transformers mean the same. One sequence at a time, no cache. May import torch and pdscope.ir.
+Tests compare it with transformers and with the C runtime; leaf_check.py uses it to prove that
+PDScope and the installed transformers mean the same. One sequence at a time, no cache. May import
+torch and pdscope.ir.
 """
 
 from collections.abc import Callable
@@ -38,8 +39,8 @@ def run_graph(
 ) -> Tensor:
     """Logits [S, vocab] fp32 of one sequence of token ids [S], at positions 0 .. S - 1.
 
-    `weights` gives a parameter by transformers' name, in any float dtype. `on_gate` sees every routing
-    decision, `on_node` every operator's output [S, dim] (routing weights for a gate).
+    `weights` gives a parameter by transformers' name, in any float dtype. `on_gate` sees every
+    routing decision, `on_node` every operator's output [S, dim] (routing weights for a gate).
     """
     run = _Run(weights, input_ids, on_gate)
     for node in graph.nodes:
@@ -154,7 +155,7 @@ class _Run:
         gate_up, down = self.weight(node, "gate_up"), self.weight(node, "down")
         ids, weights = self.routes[gate], self.value[gate]
         out = torch.zeros_like(x)
-        for e in ids.unique().tolist():
+        for e in sorted(set(ids.flatten().tolist())):
             row, rank = torch.where(ids == e)
             g, u = F.linear(x[row], gate_up[e]).chunk(2, dim=-1)
             y = F.linear(F.silu(g) * u, down[e]) * weights[row, rank, None]

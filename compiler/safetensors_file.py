@@ -1,7 +1,8 @@
 """One safetensors file: its header checked entry by entry, its tensors as zero-copy numpy views.
 
-Stricter than the safetensors library, whose messages do not name the tensor: every fault is a ModelError
-that names file, tensor, what was expected and what to do. May import numpy and pdscope.errors.
+Stricter than the safetensors library, whose messages do not name the tensor: every fault is a
+ModelError that names file, tensor, what was expected and what to do. May import numpy and
+pdscope.errors.
 """
 
 import json
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from pdscope.errors import ModelError
 
 AGAIN = "download the file again"
-# Bytes of one element, for every dtype of the format; those of fewer than 8 bits are counted in bits.
+# Every dtype of the format, and the bits of one element.
 DTYPE_BITS = {
     "F64": 64,
     "F32": 32,
@@ -43,7 +44,11 @@ DTYPE_BITS = {
     "C64": 64,
 }
 # The dtypes that PDScope reads. bf16 comes as its bits in uint16: numpy has no bf16.
-NUMPY_DTYPE = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
 MAX_HEADER = 100_000_000  # the format's own limit
 
 
@@ -157,26 +162,26 @@ class SafetensorsFile:
         bits = math.prod(shape) * DTYPE_BITS[dtype]
         if bits % 8 or end - begin != bits // 8:
             self.fail(
-                f"tensor {key}: {end - begin} bytes of data, expected {bits // 8} for shape {shape} "
-                f"of {dtype}"
+                f"tensor {key}: {end - begin} bytes of data, expected {bits // 8} for shape "
+                f"{shape} of {dtype}"
             )
         return TensorInfo(key, dtype, tuple(shape), self.path, self._data + begin, end - begin)
 
     def read(self, key: str) -> NDArray[Any]:
         """The tensor as a read-only view of the mapped file; bf16 as uint16 bits."""
         info = self.tensors[key]
-        dtype = NUMPY_DTYPE.get(info.dtype)
-        if dtype is None:
+        if info.dtype not in NUMPY_DTYPE:
             raise ModelError(
                 f"{self.path}: tensor {key}: dtype {info.dtype} is not supported; use a bf16, fp16 "
                 "or fp32 checkpoint of this model"
             )
+        dtype = NUMPY_DTYPE[info.dtype]
         if self._map is None:
             with self.path.open("rb") as stream:
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             if len(self._map) != self.size:
                 self.fail("changed while it was being read", "leave the files alone and try again")
-        flat = np.frombuffer(
+        flat: NDArray[Any] = np.frombuffer(
             self._map, dtype=dtype, count=info.nbytes // dtype.itemsize, offset=info.offset
         )
         if not flat.flags.aligned:  # headers of an odd length are legal, if rare

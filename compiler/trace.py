@@ -43,7 +43,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A traced model. `meta_model` is the transformers model without weights; `config` is config.json."""
+    """A traced model: `config` is config.json, `meta_model` transformers' model on meta."""
 
     graph: Graph
     config: Config
@@ -74,8 +74,8 @@ def read_config(path: Path | str) -> Config:
 def load_model(path: Path | str) -> TracedModel:
     """Traces the model of a directory or a config.json file.
 
-    Raises ModelError, naming the file and the key, for a configuration that is incomplete, inconsistent or
-    unsupported.
+    Raises ModelError, naming the file and the key, for a configuration that is incomplete,
+    inconsistent or unsupported.
     """
     return trace_config(read_config(path))
 
@@ -90,7 +90,7 @@ def trace_config(config: Config) -> TracedModel:
 
 
 def transformers_config(config: Config, family: Family) -> Any:
-    """transformers' own configuration object, checked by the family. Ignores auto_map: no remote code."""
+    """transformers' own configuration, checked by the family. No remote code: no auto_map."""
     values = {k: v for k, v in config.items() if k != "auto_map"}
     values.setdefault("model_type", family.model_type)
     nulls = [key for key in family.required if config[key] is None]
@@ -107,7 +107,7 @@ def transformers_config(config: Config, family: Family) -> Any:
 
 
 def build_model(family: Family, hf_config: Any, device: str) -> Any:
-    """The transformers model on `device`, in the dtype of the configuration (float32 if it has none)."""
+    """The transformers model on `device`, in the configuration's dtype, else float32."""
     dtype = getattr(hf_config, "dtype", None) or torch.float32
     if not isinstance(dtype, torch.dtype):
         raise ModelError(f"config.json: dtype is {dtype!r}; supported: bfloat16, float16, float32")
@@ -118,7 +118,7 @@ def build_model(family: Family, hf_config: Any, device: str) -> Any:
         )
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 hf_config,
                 dtype=dtype,
                 attn_implementation="eager",
@@ -312,7 +312,7 @@ class _Lowering:
 
     def module(self, node: fx.Node) -> _Value:
         path = str(node.target)
-        module = self.root.get_submodule(path)
+        module: Any = self.root.get_submodule(path)
         arguments = self.bind(node, module)
         role = role_of(module, path, self.family)
         base = _operator_name(path)
@@ -367,7 +367,7 @@ class _Lowering:
         return _Rows(self.add(node, base, Op.EMBED, (), attrs, weights))
 
     def rope(self, node: fx.Node, module: Any, arguments: dict[str, Any]) -> Rope:
-        """Frequencies from a real instance of the rotary class on the CPU, as transformers makes them."""
+        """Frequencies as transformers makes them: from a real instance on the CPU."""
         if not isinstance(self.value(node, arguments.get("position_ids")), _Positions):
             self.refuse(node, "whose positions are not the tokens' own")
         with torch.device("cpu"):
@@ -444,7 +444,7 @@ class _Lowering:
         )
 
     def weights(self, path: str, names: dict[str, str]) -> dict[str, Weight]:
-        """Weights by role. The names are those of transformers' state_dict; a tied head has the embedding's."""
+        """Weights by role, named as in state_dict; a tied head has the embedding's name."""
         out = {}
         for role, below in names.items():
             full = f"{path}.{below}"
@@ -458,7 +458,7 @@ class _Lowering:
 
 
 def lower(model: Any, family: Family, hf_config: Any) -> Graph:
-    """The ir.graph.Graph of a transformers model; ModelError for what the trace shows and we do not know."""
+    """The graph of a transformers model; ModelError for anything in it that we do not know."""
     root, fx_graph = trace_model(model, family)
     lowering = _Lowering(root, model, family, hf_config)
     logits = lowering.run(fx_graph)

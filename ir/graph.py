@@ -1,7 +1,7 @@
 """Model graph: what a traced MoE model computes, as typed operators over named weights.
 
-Structure comes from the trace (compiler/trace.py); models/ names the modules and checks the configuration
-against it. May import nothing but the standard library and pdscope.errors.
+Structure comes from the trace (compiler/trace.py); models/ names the modules and checks the
+configuration against it. May import nothing but the standard library and pdscope.errors.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,9 @@ class Op(StrEnum):
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter that an operator reads. `name` is transformers' parameter name (state_dict key)."""
+    """One parameter that an operator reads. `name` is transformers' parameter name (state_dict
+    key).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -76,8 +78,8 @@ class GqaAttrs:
 class MlaAttrs:
     """Weights: q, or q_a, q_a_norm and q_b; kv_a, kv_a_norm, kv_b, o.
 
-    Optional: q_a_bias, kv_a_bias, o_bias. Rows of kv_a: [latent kv_lora | k rope]; rows of kv_b, per head:
-    [k nope | v]; rows of q or q_b, per head: [nope | rope].
+    Optional: q_a_bias, kv_a_bias, o_bias. Rows of kv_a: [latent kv_lora | k rope]; rows of kv_b,
+    per head: [k nope | v]; rows of q or q_b, per head: [nope | rope].
     """
 
     heads: int
@@ -93,7 +95,9 @@ class MlaAttrs:
 
 @dataclass(frozen=True)
 class GateAttrs:
-    """Weights: weight [experts, hidden]; optional bias [experts], added to scores for the choice only."""
+    """Weights: weight [experts, hidden]; optional bias [experts], added to scores for the choice
+    only.
+    """
 
     experts: int
     top_k: int
@@ -109,7 +113,9 @@ class GateAttrs:
 
 @dataclass(frozen=True)
 class ExpertsAttrs:
-    """Weights: gate_up [experts, 2 * inter, hidden] (gate rows first), down [experts, hidden, inter]."""
+    """Weights: gate_up [experts, 2 * inter, hidden] (gate rows first), down [experts, hidden,
+    inter].
+    """
 
     experts: int
     inter: int
@@ -158,11 +164,12 @@ Attrs = (
 
 @dataclass(frozen=True)
 class Node:
-    """One operator. Inputs are names of earlier nodes; rows are tokens, so shapes carry no batch or length.
+    """One operator. Inputs are names of earlier nodes; rows are tokens, so shapes carry no batch or
+    length.
 
-    `embed` takes none (the token ids are the program's own input); `experts` takes (normed rows, gate) and
-    gives the routed sum [rows, hidden]; `add` takes two; every other operator takes one. The last node of a
-    graph gives the logits.
+    `embed` takes none (the token ids are the program's own input); `experts` takes (normed rows,
+    gate) and gives the routed sum [rows, hidden]; `add` takes two; every other operator takes one.
+    The last node of a graph gives the logits.
     """
 
     name: str

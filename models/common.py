@@ -10,7 +10,8 @@ from pdscope.ir.graph import GqaAttrs, MlaAttrs, MlpAttrs, Rope
 from pdscope.models.family import Config, WeightNames, require_multiple, require_positive
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
-# Their frequencies do not depend on the length of the sequence, so a plan can hold them as constants.
+# Their frequencies do not depend on the length of the sequence, so a plan can hold them as
+# constants.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -20,8 +21,8 @@ def check_shared(hf_config: Any, config: Config) -> None:
         quant = config["quantization_config"]
         method = quant.get("quant_method", "unknown") if isinstance(quant, dict) else "unknown"
         raise ModelError(
-            f"config.json: quantization_config ({method}): quantised checkpoints are not supported; "
-            "use the bf16, fp16 or fp32 checkpoint of this model"
+            f"config.json: quantization_config ({method}): quantised checkpoints are not "
+            "supported; use the bf16, fp16 or fp32 checkpoint of this model"
         )
     require_positive(
         hf_config,
@@ -45,8 +46,8 @@ def check_shared(hf_config: Any, config: Config) -> None:
     rope_type = (hf_config.rope_parameters or {}).get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         raise ModelError(
-            f"config.json: rope type {rope_type!r} is not supported (its frequencies may depend on the "
-            f"length of the sequence); supported: {', '.join(ROPE_TYPES)}"
+            f"config.json: rope type {rope_type!r} is not supported (its frequencies may depend on "
+            f"the length of the sequence); supported: {', '.join(ROPE_TYPES)}"
         )
 
 
@@ -61,8 +62,9 @@ def activation_of(module: Any, config_act: str) -> str:
     fn = type(module.act_fn).__name__
     if fn not in ("SiLUActivation", "SiLU"):
         raise ModelError(
-            f"{type(module).__name__}.act_fn is {fn}, but config.json's hidden_act is {config_act!r}: "
-            "the installed transformers computes something that PDScope does not implement"
+            f"{type(module).__name__}.act_fn is {fn}, but config.json's hidden_act is "
+            f"{config_act!r}: the installed transformers computes something that PDScope does not "
+            "implement"
         )
     return "silu"
 
@@ -70,15 +72,17 @@ def activation_of(module: Any, config_act: str) -> str:
 def rope_dim_check(module: Any, rope: Rope, dim: int) -> None:
     if rope.dim != dim:
         raise ModelError(
-            f"{type(module).__name__}: rotary tables cover {rope.dim} dimensions of a head, expected "
-            f"{dim}; partial rotary embeddings are not supported for this family"
+            f"{type(module).__name__}: rotary tables cover {rope.dim} dimensions of a head, "
+            f"expected {dim}; partial rotary embeddings are not supported for this family"
         )
 
 
 def gqa(
     module: Any, rope: Rope, window: int | None, qk_norm: str = "none", clip: float | None = None
 ) -> tuple[GqaAttrs, WeightNames]:
-    """Grouped-query attention with q/k/v/o_proj, rotate-half rope, and optional q_norm and k_norm."""
+    """Grouped-query attention with q/k/v/o_proj, rotate-half rope, and optional q_norm and
+    k_norm.
+    """
     head_dim = int(module.head_dim)
     rope_dim_check(module, rope, head_dim)
     weights = {short: f"{short}_proj.weight" for short in ("q", "k", "v", "o")}
@@ -110,7 +114,9 @@ def gqa(
 def mla(
     module: Any, rope: Rope, window: int | None, interleaved: bool
 ) -> tuple[MlaAttrs, WeightNames]:
-    """Multi-head latent attention of DeepSeek-V2 and V3; q directly or through a low-rank q_a, q_b."""
+    """Multi-head latent attention of DeepSeek-V2 and V3; q directly or through a low-rank q_a,
+    q_b.
+    """
     if window is not None:
         raise ModelError(f"{type(module).__name__}: a sliding window with latent attention")
     rope_dim = int(module.qk_rope_head_dim)

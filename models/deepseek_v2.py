@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V2-Lite (DeepseekV2ForCausalLM): latent attention, softmax gate, shared experts.
 
-transformers computes no renormalisation here whatever norm_topk_prob says; PDScope follows transformers.
-May import pdscope.ir, pdscope.errors and the shared parts of pdscope.models.
+transformers computes no renormalisation here whatever norm_topk_prob says; PDScope follows
+transformers. May import pdscope.ir, pdscope.errors and the shared parts of pdscope.models.
 """
 
 from typing import Any
@@ -45,8 +45,8 @@ def check_latent_attention(hf_config: Any, config: Config) -> None:
     if hf_config.num_key_value_heads != hf_config.num_attention_heads:
         raise ModelError(
             f"config.json: num_key_value_heads ({hf_config.num_key_value_heads}) differs from "
-            f"num_attention_heads ({hf_config.num_attention_heads}); latent attention has one key head "
-            "a query head"
+            f"num_attention_heads ({hf_config.num_attention_heads}); latent attention has one key "
+            "head a query head"
         )
     dense = hf_config.first_k_dense_replace
     if not isinstance(dense, int) or dense < 0 or dense >= hf_config.num_hidden_layers:

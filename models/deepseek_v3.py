@@ -1,7 +1,8 @@
-"""DeepSeek-V3 and Moonlight (DeepseekV3ForCausalLM): latent attention, sigmoid gate with correction bias.
+"""DeepSeek-V3 and Moonlight (DeepseekV3ForCausalLM): latent attention, sigmoid gate with correction
+bias.
 
-A group's score is the sum of its best two biased scores; masked scores are -inf. May import pdscope.ir,
-pdscope.errors and the shared parts of pdscope.models.
+A group's score is the sum of its best two biased scores; masked scores are -inf. May import
+pdscope.ir, pdscope.errors and the shared parts of pdscope.models.
 """
 
 from typing import Any

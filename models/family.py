@@ -1,4 +1,5 @@
-"""What a model family tells the compiler: module classes -> operators, configuration checks, how to shrink.
+"""What a model family tells the compiler: module classes -> operators, configuration checks, how to
+shrink.
 
 One file per family fills a `Family`; the trace supplies the structure. May import pdscope.ir and
 pdscope.errors; modules of transformers are read by attribute only, so torch is not imported here.
@@ -36,8 +37,10 @@ WeightNames = dict[str, str]
 class Family:
     """One architecture of transformers.
 
-    roles: class name -> role, for the family's own classes (torch's Embedding and Linear are known).
-    required: keys that config.json must have, because they define shapes and transformers would otherwise
+    roles: class name -> role, for the family's own classes (torch's Embedding and Linear are
+    known).
+    required: keys that config.json must have, because they define shapes and transformers would
+    otherwise
         fill in the numbers of some other model.
     attention: (module, rope tables, window) -> attributes and weights.
     gate: module -> attributes and weights.
@@ -56,7 +59,9 @@ class Family:
 
 
 def require_positive(hf_config: Any, *keys: str) -> None:
-    """Every named key is a positive integer in the configuration that transformers made of config.json."""
+    """Every named key is a positive integer in the configuration that transformers made of
+    config.json.
+    """
     for key in keys:
         value = getattr(hf_config, key, None)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -95,13 +100,13 @@ def require_routing(
     size = experts // groups
     if size < per_group:
         raise ModelError(
-            f"config.json: n_group ({groups}) leaves {size} expert(s) a group, but a group's score is "
-            f"the sum of its best {per_group}"
+            f"config.json: n_group ({groups}) leaves {size} expert(s) a group, but a group's score "
+            f"is the sum of its best {per_group}"
         )
     if top_k > top_groups * size:
         raise ModelError(
-            f"config.json: num_experts_per_tok ({top_k}) is more than the {top_groups * size} experts "
-            f"in topk_group ({top_groups}) groups"
+            f"config.json: num_experts_per_tok ({top_k}) is more than the {top_groups * size} "
+            f"experts in topk_group ({top_groups}) groups"
         )
 
 
@@ -109,8 +114,8 @@ def require_value(config: Config, key: str, allowed: tuple[Any, ...], why: str) 
     """A key that transformers ignores must not ask for anything else than what it does."""
     if key in config and config[key] not in allowed:
         raise ModelError(
-            f"config.json: {key} is {config[key]!r}; transformers computes {allowed[-1]!r} for this "
-            f"family whatever the key says ({why})"
+            f"config.json: {key} is {config[key]!r}; transformers computes {allowed[-1]!r} for "
+            f"this family whatever the key says ({why})"
         )
 
 

@@ -1,7 +1,7 @@
 """OLMoE (OlmoeForCausalLM): GQA with q/k norms over all heads at once and clipping; softmax gate.
 
-The worked example of docs/adding-a-family.md. May import pdscope.ir, pdscope.errors and the shared parts of
-pdscope.models.
+The worked example of docs/adding-a-family.md. May import pdscope.ir, pdscope.errors and the shared
+parts of pdscope.models.
 """
 
 from typing import Any

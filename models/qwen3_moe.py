@@ -1,4 +1,5 @@
-"""Qwen3-MoE (Qwen3MoeForCausalLM): GQA with q/k norms per head; softmax gate; some layers may be dense.
+"""Qwen3-MoE (Qwen3MoeForCausalLM): GQA with q/k norms per head; softmax gate; some layers may be
+dense.
 
 transformers applies the sliding window to every layer and ignores max_window_layers, and so do we.
 May import pdscope.ir, pdscope.errors and the shared parts of pdscope.models.

@@ -1,4 +1,6 @@
-"""The families that PDScope compiles, by architectures[0] of config.json. May import pdscope.models only."""
+"""The families that PDScope compiles, by architectures[0] of config.json. May import pdscope.models
+only.
+"""
 
 from typing import Any
 
@@ -13,7 +15,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Config) -> Family:
-    """The family of a config.json, or a ModelError that names what was asked and what is supported."""
+    """The family of a config.json, or a ModelError that names what was asked and what is
+    supported.
+    """
     supported = ", ".join(FAMILIES)
     names: Any = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -34,7 +38,7 @@ def family_of(config: Config) -> Family:
     if missing:
         raise ModelError(
             f"config.json: {', '.join(missing)} missing: {family.architecture} needs "
-            f"{'it' if len(missing) == 1 else 'them'} and there is no safe default; take config.json "
-            "from the model's original repository"
+            f"{'it' if len(missing) == 1 else 'them'} and there is no safe default; take "
+            "config.json from the model's original repository"
         )
     return family

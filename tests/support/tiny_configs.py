@@ -1,9 +1,9 @@
 """Random tiny MoE models of every supported family, for differential tests.
 
 `random_tiny_config(family, seed)` draws a config.json dictionary; `save_random_model` writes a
-checkpoint with the hub's tensor names. Consecutive seeds walk through the unusual values (expert counts,
-top-k, odd hidden sizes, dense first layers), so that a handful of seeds covers each of them. Needs torch
-and transformers.
+checkpoint with the hub's tensor names. Consecutive seeds walk through the unusual values (expert
+counts, top-k, odd hidden sizes, dense first layers), so that a handful of seeds covers each of
+them. Needs torch and transformers.
 """
 
 import json
