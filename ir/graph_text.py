@@ -91,7 +91,7 @@ def _show(value: Any, ropes: dict[Rope, str]) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_show(v, ropes) for v in value) + "]"
     if value is None or isinstance(value, bool):
-        return str(value).lower()
+        return {None: "null", True: "true", False: "false"}[value]
     return str(value) if isinstance(value, str) else repr(value)
 
 
@@ -169,8 +169,8 @@ class _Parser:
     def parse(self, word: str) -> Any:
         if word.startswith("["):
             return tuple(self.parse(w) for w in word[1:-1].split(", ") if w)
-        if word in ("none", "true", "false"):
-            return {"none": None, "true": True, "false": False}[word]
+        if word in ("null", "true", "false"):
+            return {"null": None, "true": True, "false": False}[word]
         if word.startswith("@"):
             if word not in self.ropes:
                 self.fail(f"rope {word} is not defined above")
