@@ -1,11 +1,12 @@
-/* program.h: program.bin as the runtime sees it. The records lie in the bytes themselves: nothing is copied or
- * allocated, so the bytes must outlive every pointer taken from here.
+/* program.h: program.bin as the runtime sees it. The records lie in the bytes themselves:
+ * nothing is copied or allocated, so the bytes must outlive every pointer taken from here.
  *
  *   header | pds_program[n_programs] | pds_instr[n_instrs] | pds_slot[n_slots] | pds_expert_list[n_lists]
  *
- * Every record is 64 bytes, little-endian; unused fields are zero. Programs are ordered by phase, and within a
- * phase: prologue, layers 0.., epilogue. A program's instructions, slots and lists follow those of the program
- * before it. ir/encode.py writes this; ir/isa.py numbers the enums (pds_isa.h). */
+ * * Every record is 64 bytes, little-endian; unused fields are zero. Programs are ordered by
+ * phase, and within a phase: prologue, layers 0.., epilogue. A program's instructions, slots
+ * and lists follow those of the program before it. ir/encode.py writes this; ir/isa.py numbers
+ * the enums (pds_isa.h). */
 #ifndef PDS_PROGRAM_H
 #define PDS_PROGRAM_H
 
@@ -47,14 +48,14 @@ typedef struct pds_program {
 enum { PDS_INSTR_STREAM = 1, PDS_INSTR_LLC = 2, PDS_INSTR_TOKENS = 4, PDS_INSTR_PREDICT = 8 };
 
 typedef struct pds_instr {
-  uint8_t opcode;  /* pds_opcode */
-  uint8_t queue;   /* pds_queue */
-  uint8_t hole;    /* pds_hole_kind of the operand; 0: none */
+  uint8_t opcode; /* pds_opcode */
+  uint8_t queue;  /* pds_queue */
+  uint8_t hole;   /* pds_hole_kind of the operand; 0: none */
   uint8_t n_waits;
-  uint8_t arg;     /* norm: pds_norm_arg, the same numbers as pds_norm_site */
-  uint8_t fmt;     /* weight format: dtype | scale << 3 | group << 5; 0: the plan's own */
+  uint8_t arg; /* norm: pds_norm_arg, the same numbers as pds_norm_site */
+  uint8_t fmt; /* weight format: dtype | scale << 3 | group << 5; 0: the plan's own */
   uint8_t n_slots;
-  uint8_t flags;   /* PDS_INSTR_* */
+  uint8_t flags;                         /* PDS_INSTR_* */
   uint16_t waits[PDS_MAX_WAITS];         /* instruction index, or PDS_WAIT_IMPORT | import index */
   uint16_t slots[PDS_MAX_SLOT_OPERANDS]; /* index into the program's slots */
   uint16_t hole_cap[8];                  /* recompile: capacity by pds_hole_kind; 0: not bound */
@@ -71,7 +72,7 @@ typedef struct pds_slot {
   uint8_t device;
   uint8_t fmt; /* as pds_instr.fmt */
   uint8_t reserved0;
-  uint16_t count;      /* expert slots: of resident, the length of its expert list */
+  uint16_t count; /* expert slots: of resident, the length of its expert list */
   uint16_t reserved1;
   uint32_t first_list; /* resident: its first pds_expert_list; else 0 */
   uint32_t reserved[9];
@@ -91,16 +92,17 @@ typedef struct pds_programs {
   uint32_t phase_first[3], phase_count[3];
 } pds_programs;
 
-/* Checks the structure of `n` bytes and fills *out_programs. `bytes` must be 8-byte aligned. Anything but a
- * well-formed file is PDS_ERR_PLAN_FORMAT; out_programs is then left as it was. */
+/* Checks the structure of `n` bytes and fills *out_programs. `bytes` must be 8-byte aligned.
+ * Anything but a well-formed file is PDS_ERR_PLAN_FORMAT; out_programs is then left as it was. */
 pds_status pds_programs_open(const void *bytes, uint64_t n, pds_programs *out_programs);
 
-/* Applies the verifier's rules (ir/verify.py holds their prose) to every program and phase, then checks that the
- * programs are those of `plan` (layers, experts, row counts) and need nothing but the CPU. PDS_ERR_VERIFY, with
- * "program:line: Vn: message". */
+/* Applies the verifier's rules (ir/verify.py holds their prose) to every program and phase,
+ * then checks that the programs are those of `plan` (layers, experts, row counts) and need
+ * nothing but the CPU. PDS_ERR_VERIFY, with "program:line: Vn: message". */
 pds_status pds_programs_verify(const pds_programs *programs, const pds_plan *plan);
 
-/* The parts of pds_programs_verify: one program (all rules but V12), and how the programs fit together (V12). */
+/* The parts of pds_programs_verify: one program (all rules but V12), and how the programs fit
+ * together (V12). */
 pds_status pds_program_verify_one(const pds_programs *programs, uint32_t index);
 pds_status pds_programs_verify_sequence(const pds_programs *programs);
 
@@ -111,7 +113,8 @@ int32_t pds_programs_phase(const pds_programs *programs, uint32_t rows);
 static inline const pds_program *pds_programs_prologue(const pds_programs *s, uint32_t phase) {
   return s->programs + s->phase_first[phase];
 }
-static inline const pds_program *pds_programs_layer(const pds_programs *s, uint32_t phase, uint32_t layer) {
+static inline const pds_program *pds_programs_layer(const pds_programs *s, uint32_t phase,
+                                                    uint32_t layer) {
   return s->programs + s->phase_first[phase] + 1 + layer;
 }
 static inline const pds_program *pds_programs_epilogue(const pds_programs *s, uint32_t phase) {
