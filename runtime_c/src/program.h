@@ -1,9 +1,9 @@
 /* program.h: program.bin as the runtime sees it. The records lie in the bytes themselves:
  * nothing is copied or allocated, so the bytes must outlive every pointer taken from here.
  *
- *   header | pds_program[n_programs] | pds_instr[n_instrs] | pds_slot[n_slots] | pds_expert_list[n_lists]
+ *   header | pds_program[] | pds_instr[] | pds_slot[] | pds_expert_list[]
  *
- * * Every record is 64 bytes, little-endian; unused fields are zero. Programs are ordered by
+ * Every record is 64 bytes, little-endian; unused fields are zero. Programs are ordered by
  * phase, and within a phase: prologue, layers 0.., epilogue. A program's instructions, slots
  * and lists follow those of the program before it. ir/encode.py writes this; ir/isa.py numbers
  * the enums (pds_isa.h). */
