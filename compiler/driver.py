@@ -39,8 +39,8 @@ from pdscope.errors import BudgetError, InputError, PdscopeError, PlanError
 from pdscope.ir.graph import Graph
 from pdscope.ir.graph_text import parse_graph
 from pdscope.ir.isa import ISA_HASH
+from pdscope.schema import FORMAT_VERSION, check_full
 
-FORMAT_VERSION = 1
 DEFAULT_CONTEXT = 32768  # upper end of the default; the model's own limit if that is less
 DTYPES = ("auto", "fp32", "bf16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -268,6 +268,7 @@ class Pipeline:
         run(EmitSource(lowered, self.memory, self.plan_hash, self.target.features, FORMAT_VERSION))
         run(BuildLibrary(self.target.isa))
         manifest = self.manifest()
+        check_full(manifest)
         # The manifest is the last file: a directory without it is no plan.
         with writing(self.workspace.path("plan.json")) as path:
             path.write_text(
@@ -308,7 +309,9 @@ class Pipeline:
             "max_rows": self.memory.max_rows,
             "max_logits": self.memory.max_logits,
             "kv_block": self.memory.kv_block,
-            "target": asdict(self.target),
+            "target": {
+                k: list(v) if isinstance(v, tuple) else v for k, v in vars(self.target).items()
+            },
             "placement": {
                 "device": "cpu",
                 "experts": {"cpu": sum(x.gate.attrs.experts for x in moe if x.gate), "gpu": 0},

@@ -49,9 +49,10 @@ def host_arch() -> str:
 
 def _features(name: str, arch: str) -> set[str]:
     import archspec.cpu
+    import archspec.cpu.detect
 
-    if name == "native":
-        return set(archspec.cpu.host().features)
+    if name == "native":  # what the CPU says of itself: host() would give its nearest known model's
+        return set(archspec.cpu.detect.detected_info().features)
     if name in archspec.cpu.TARGETS:
         target = archspec.cpu.TARGETS[name]
         family = target.family.name

@@ -92,7 +92,7 @@ def _matrix(t: Tensor, weights: WeightReader, index: int) -> Array:
             parts.insert(0, np.zeros(s.leading_zeros, np.float32))
         return parts[0] if len(parts) == 1 else _concat(parts)
     if isinstance(s, AbsorbKey | AbsorbValue):
-        kv_b = weights.get(s.param).reshape(s.heads, s.nope_dim + s.v_dim, -1)[index]
+        kv_b: Array = weights.get(s.param).reshape(s.heads, s.nope_dim + s.v_dim, -1)[index]
         return kv_b[: s.nope_dim].T if isinstance(s, AbsorbKey) else kv_b[s.nope_dim :]
     if isinstance(s, GateUp):
         return _alternate(weights.get(s.gate), weights.get(s.up))

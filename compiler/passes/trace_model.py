@@ -1,8 +1,8 @@
 """The first passes: trace the model into graph.txt, and check that its leaf modules compute what
 the ops mean.
 
-May import pdscope.{models,ir}, pdscope.compiler.{trace,passmanager}; loads torch and transformers
-when it runs.
+May import pdscope.ir and pdscope.compiler.{leaf_check,passmanager}; torch and transformers come with
+them.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from pdscope.compiler.leaf_check import check_leaf_semantics
 from pdscope.compiler.passmanager import Workspace
-from pdscope.compiler.trace import check_leaf_semantics
 from pdscope.ir.graph_text import print_graph
 
 if TYPE_CHECKING:
