@@ -140,7 +140,10 @@ def _encode_program(p: Program, first_instr: int, first_slot: int) -> bytes:
 def encode(programs: Iterable[Program]) -> bytes:
     """program.bin of `programs`, which must be ordered by program_order and should be verified.
     PlanError if a program holds what the records cannot."""
-    heads, instrs, slots, lists = [], [], [], []
+    heads: list[bytes] = []
+    instrs: list[bytes] = []
+    slots: list[bytes] = []
+    lists: list[bytes] = []
     ordered = list(programs)
     if any(program_order(a) > program_order(b) for a, b in zip(ordered, ordered[1:], strict=False)):
         raise PlanError("programs must be ordered by phase: prologue, layers, epilogue in each")
