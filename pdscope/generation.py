@@ -227,7 +227,7 @@ class Stream(Iterator[str]):
         keep = 0
         if self._request.reuse_prefix and self.cached is not None:
             # The last token of the prompt runs again: its logits are needed.
-            keep = _shared(self.cached, ids[:-1])
+            keep = shared_beginning(self.cached, ids[:-1])
         session._truncate(seq, keep)
         self._cached_tokens = keep
         return session._prefill(ids[keep:], seq)
@@ -273,7 +273,7 @@ class Stream(Iterator[str]):
         )
 
 
-def _shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+def shared_beginning(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     """Length of the longest common beginning."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])

@@ -8,6 +8,7 @@ logits array.
 
 import os
 import re
+import threading
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -125,13 +126,38 @@ def _fresh_name(path: Path) -> str:
     return str(resolved.parent) + "/" + "./" * seen.index(identity) + resolved.name
 
 
+class _Shared:
+    """A C engine and how many handles still need it.
+
+    The garbage collector finalises a cycle in any order, so that an engine's handle may go before
+    its sessions': whoever goes last destroys the engine.
+    """
+
+    def __init__(self, pointer: Any, destroy: Any) -> None:
+        self.pointer = pointer
+        self._destroy = destroy
+        self._users = 0
+        # Reentrant: a collection, and with it drop(), may begin while the lock is held.
+        self._lock = threading.RLock()
+
+    def take(self) -> None:
+        with self._lock:
+            self._users += 1
+
+    def drop(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._destroy(self.pointer)
+
+
 class EngineHandle:
     """Owns a pds_engine."""
 
     def __init__(self, plan: Plan, threads: int, isa: str | None) -> None:
         self.library = Library(plan.library)
         self.pid = os.getpid()
-        self._destroy = self.library.lib.pds_engine_destroy
         c = ffi()
         directory = c.new("char[]", os.fsencode(plan.path.resolve()))
         name = c.new("char[]", isa.encode()) if isa else c.NULL
@@ -141,28 +167,33 @@ class EngineHandle:
         out = c.new("pds_engine **")
         self.library.check(self.library.lib.pds_engine_create(options, out))
         self.pointer = out[0]
+        self.shared = _Shared(out[0], self.library.lib.pds_engine_destroy)
+        self.shared.take()
 
     def __del__(self, getpid: Any = os.getpid) -> None:
         # A child of os.fork() has no workers to join: there the memory goes with the process.
-        if hasattr(self, "pointer") and getpid() == self.pid:
-            self._destroy(self.pointer)
+        if hasattr(self, "shared") and getpid() == self.pid:
+            self.shared.drop()
 
 
 class SessionHandle:
     """Owns a pds_session; keeps its engine."""
 
     def __init__(self, engine: EngineHandle, max_seqs: int, kv_tokens: int) -> None:
-        self.engine = engine
-        self._destroy = engine.library.lib.pds_session_destroy
+        self._pid = engine.pid
+        self._library = engine.library
         c = ffi()
         options = c.new("pds_session_options *", {"max_seqs": max_seqs, "kv_tokens": kv_tokens})
         out = c.new("pds_session **")
         engine.library.check(engine.library.lib.pds_session_create(engine.pointer, options, out))
         self.pointer = out[0]
+        self._shared = engine.shared
+        self._shared.take()
 
     def __del__(self, getpid: Any = os.getpid) -> None:
-        if hasattr(self, "pointer") and getpid() == self.engine.pid:
-            self._destroy(self.pointer)
+        if hasattr(self, "_shared") and getpid() == self._pid:
+            self._library.lib.pds_session_destroy(self.pointer)
+            self._shared.drop()
 
 
 class _Memory:

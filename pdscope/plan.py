@@ -102,6 +102,9 @@ class Plan:
         name = f"programs/{stem}.{phase}.plan"
         if name not in self.files:
             last = self.model["layers"] - 1
+            if not self.program_files(phase):
+                rows = self.max_rows
+                raise PlanError(f"{self.path}: no {phase} programs: a step has at most {rows} rows")
             raise PlanError(
                 f"{self.path}: no program {name}: layers are 0 to {last}, prologue, epilogue"
             )

@@ -75,7 +75,7 @@ def _problem(value: object, rule: dict[str, Any], where: str) -> str | None:
 
 
 def _scalar_problem(value: object, rule: dict[str, Any], where: str) -> str | None:
-    if "const" in rule and value != rule["const"]:
+    if "const" in rule and (value != rule["const"] or isinstance(value, bool)):
         return f"{where}: expected {rule['const']!r}, found {_short(value)}"
     if "enum" in rule and value not in rule["enum"]:
         return f"{where}: expected one of {rule['enum']}, found {_short(value)}"

@@ -107,20 +107,22 @@ class IncrementalDecoder:
     def push(self, token: int) -> str:
         """The text that `token` completes; may be empty."""
         self._window.append(token)
-        fresh = self._fresh()
+        fresh = self._fresh(final=False)
+        if fresh is None:
+            return ""
         waiting = min(len(fresh) - len(fresh.rstrip(_REPLACEMENT)), _UNSETTLED)
         piece = fresh[self._given : len(fresh) - waiting]
         if waiting:
             self._given += len(piece)
         elif fresh:
             self._settle()
-        else:
+        elif self._tokenizer.decode([token], skip_special=False):
             self._window.pop()  # a special token: it has no text, now or later
         return piece
 
     def flush(self) -> str:
         """What waited for more bytes, as replacement characters."""
-        piece = self._fresh()[self._given :]
+        piece = (self._fresh(final=True) or "")[self._given :]
         self._settle()
         return piece
 
@@ -130,9 +132,19 @@ class IncrementalDecoder:
         self._settled = len(self._window)
         self._given = 0
 
-    def _fresh(self) -> str:
+    def _fresh(self, final: bool) -> str | None:
+        """Text of the unsettled ids; None while it cannot be told.
+
+        Byte-fallback decoders replace a whole run of bytes, settled ones included, while its last
+        character is incomplete.
+        """
         before = self._tokenizer.decode(self._window[: self._settled])
-        return self._tokenizer.decode(self._window)[len(before) :]
+        whole = self._tokenizer.decode(self._window)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        if final or len(self._window) - self._settled > _UNSETTLED:
+            return self._tokenizer.decode(self._window[self._settled :])
+        return None
 
 
 class StopStrings:

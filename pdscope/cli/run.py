@@ -236,8 +236,11 @@ def _tracing(
 ) -> "Trace | None":
     if file is None and config.debug_level() < 6:
         return None
-    # Programs are counted over the three phases, of which a step runs one.
-    per_step = engine.plan.data["programs"]["instructions"] // 3 + 1
+    from pdscope.plan import PHASES
+
+    # A step runs the programs of one phase; all phases have about as many instructions.
+    phases = sum(1 for phase in PHASES if engine.plan.program_files(phase)) or 1
+    per_step = engine.plan.data["programs"]["instructions"] // phases + 1
     steps = engine.info.max_context + 64 if conversation else tokens
     prefill = engine.info.max_context // engine.info.max_rows + 2
     capacity = min(per_step * (min(steps, engine.info.max_context) + prefill), _MOST_RECORDS)
