@@ -51,6 +51,9 @@ LIBRARIES = ("-lm",)
 # Oldest glibc that a library built by zig runs with.
 ZIG_GLIBC = "2.28"
 
+# What compilers, assemblers and linkers say of a full disk, and of a limit on file size.
+_DISK_FULL = "No space left|Disk quota exceeded|File too large|File size limit|NoSpaceLeft"
+
 INSTALL_HINT = (
     "install one (Debian, Ubuntu: `apt install gcc libc6-dev`; Fedora: `dnf install gcc`; "
     "macOS: `xcode-select --install`), or `pip install ziglang`, a C compiler in a wheel"
@@ -144,7 +147,7 @@ def _identify(command: tuple[str, ...], arch: str) -> Compiler | None:
         system = f"linux-gnu.{ZIG_GLIBC}" if platform.libc_ver()[0] == "glibc" else "linux-musl"
         command = (*command, "-target", f"{arch}-{system}", "-mcpu=baseline")
     texts = []
-    for option in ("--version", "-dumpmachine"):
+    for option in ("--version",) if zig else ("--version", "-dumpmachine"):
         try:
             done = subprocess.run(
                 [*command, option], capture_output=True, text=True, timeout=120, env=_environment()
@@ -304,7 +307,7 @@ def _run(command: Sequence[str], directory: Path, what: str) -> None:
     if done.returncode == 0:
         return
     text = done.stderr.strip() or done.stdout.strip()
-    if re.search(r"No space left on device|Disk quota exceeded|File too large|NoSpaceLeft", text):
+    if re.search(_DISK_FULL, text):
         raise BudgetError(
             f"{what}: no space left on the disk; free some, or set TMPDIR to another disk"
         )

@@ -91,7 +91,7 @@ def test_bytes_do_not_depend_on_directories(
     assert first.sha256 == second.sha256
 
 
-def test_zig_is_the_fallback(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zig_is_the_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ziglang")
     no_compilers(monkeypatch, tmp_path)
     info = make(tmp_path / "lib.so", ("scalar",))
