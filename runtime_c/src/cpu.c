@@ -84,7 +84,7 @@ bool pds_cpu_has(const char *name, size_t length) {
   static const struct {
     const char *name;
     unsigned long bit; /* of AT_HWCAP (arch/arm64/include/uapi/asm/hwcap.h) */
-  } features[] = {{"fp", 1ul << 0},     {"asimd", 1ul << 1},   {"fphp", 1ul << 9},
+  } features[] = {{"fp", 1ul << 0},       {"asimd", 1ul << 1},    {"fphp", 1ul << 9},
                   {"asimdhp", 1ul << 10}, {"asimddp", 1ul << 20}, {"sve", 1ul << 22}};
   for (size_t i = 0; i < sizeof features / sizeof *features; i++)
     if (strlen(features[i].name) == length && memcmp(features[i].name, name, length) == 0)
@@ -126,7 +126,8 @@ static bool read_text(const char *path, char *buffer, size_t size) {
   return true;
 }
 
-/* Cores' worth of the quota in a cgroup v2 "cpu.max" text ("max 100000" or "150000 100000"); 0: unlimited. */
+/* Cores' worth of the quota in a cgroup v2 "cpu.max" text ("max 100000" or "150000 100000"); 0:
+ * unlimited. */
 static uint32_t quota_of(const char *text) {
   char *rest;
   long long quota = strtoll(text, &rest, 10);

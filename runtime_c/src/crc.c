@@ -22,8 +22,8 @@ uint32_t pds_crc32(uint32_t crc, const void *bytes, size_t n) {
   const unsigned char *p = bytes;
   uint32_t c = ~crc;
   for (; n >= 8; n -= 8, p += 8) {
-    uint32_t low = c ^ ((uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 |
-                        (uint32_t)p[3] << 24);
+    uint32_t low =
+        c ^ ((uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24);
     c = table[7][low & 0xFF] ^ table[6][low >> 8 & 0xFF] ^ table[5][low >> 16 & 0xFF] ^
         table[4][low >> 24] ^ table[3][p[4]] ^ table[2][p[5]] ^ table[1][p[6]] ^ table[0][p[7]];
   }

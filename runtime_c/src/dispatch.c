@@ -1,4 +1,5 @@
-/* dispatch.c: the table of kernel paths. The build says which are there: -DPDS_HAVE_AVX2 and so on. */
+/* dispatch.c: the table of kernel paths. The build says which are there: -DPDS_HAVE_AVX2 and so
+ * on. */
 #include "dispatch.h"
 
 #include <pthread.h>
@@ -74,8 +75,9 @@ pds_status pds_isa_choose(const char *name, const pds_isa_path **out_path) {
     size_t length;
     const char *missing = pds_cpu_missing(paths[i].features, &length);
     if (missing)
-      return pds_fail(PDS_ERR_ISA, "%s: %s needs the CPU feature %.*s, which is absent; possible: %s",
-                      source, name, (int)length, missing, pds_isa_runnable());
+      return pds_fail(PDS_ERR_ISA,
+                      "%s: %s needs the CPU feature %.*s, which is absent; possible: %s", source,
+                      name, (int)length, missing, pds_isa_runnable());
     *out_path = &paths[i];
     return PDS_OK;
   }

@@ -11,8 +11,9 @@ typedef struct pds_isa_path {
   const pds_kernels *(*kernels)(void);
 } pds_isa_path;
 
-/* The path called `name`, or, for NULL, the one that PDSCOPE_ISA names, else the best that runs here.
- * PDS_ERR_ISA, with the names that are possible, if it is unknown, not built, or not runnable. */
+/* The path called `name`, or, for NULL, the one that PDSCOPE_ISA names, else the best that runs
+ * here. PDS_ERR_ISA, with the names that are possible, if it is unknown, not built, or not
+ * runnable. */
 pds_status pds_isa_choose(const char *name, const pds_isa_path **out_path);
 
 #endif

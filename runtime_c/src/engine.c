@@ -1,4 +1,5 @@
-/* engine.c: an engine's life: weights mapped, programs verified, workers started; all of it undone. */
+/* engine.c: an engine's life: weights mapped, programs verified, workers started; all of it
+ * undone. */
 #define _GNU_SOURCE
 #include "engine.h"
 
@@ -13,8 +14,9 @@
 
 pds_status pds_engine_check_fork(const pds_engine *engine) {
   if (engine->pid == getpid()) return PDS_OK;
-  return pds_fail(PDS_ERR_FORKED, "the engine was created in process %d, before fork; load the plan "
-                                  "again in this process",
+  return pds_fail(PDS_ERR_FORKED,
+                  "the engine was created in process %d, before fork; load the plan "
+                  "again in this process",
                   (int)engine->pid);
 }
 
@@ -32,8 +34,9 @@ static pds_status check_tensor(const pds_plan *plan, const pds_tensor *t, uint32
            (count == 1 || t->stride <= (size - bytes - t->offset) / (count - 1));
   }
   if (good) return PDS_OK;
-  return pds_fail(PDS_ERR_PLAN_FORMAT, "layer %d: tensor %s lies outside its weight file; compile the "
-                                       "plan again",
+  return pds_fail(PDS_ERR_PLAN_FORMAT,
+                  "layer %d: tensor %s lies outside its weight file; compile the "
+                  "plan again",
                   (int)layer, name);
 }
 
@@ -89,8 +92,9 @@ static pds_status check_cpu(const pds_plan *plan) {
   size_t length;
   const char *missing = pds_cpu_missing(plan->required_features, &length);
   if (!missing) return PDS_OK;
-  return pds_fail(PDS_ERR_CPU, "the plan needs the CPU feature %.*s, which this CPU or its operating "
-                               "system lacks; compile with another --target",
+  return pds_fail(PDS_ERR_CPU,
+                  "the plan needs the CPU feature %.*s, which this CPU or its operating "
+                  "system lacks; compile with another --target",
                   (int)length, missing);
 }
 

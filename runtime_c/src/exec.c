@@ -1,5 +1,6 @@
-/* exec.c: the executor of binary programs. The order is the program's own; waits were proved satisfiable by the
- * verifier, and are checked again here against the events that have really been signalled. */
+/* exec.c: the executor of binary programs. The order is the program's own; waits were proved
+ * satisfiable by the verifier, and are checked again here against the events that have really been
+ * signalled. */
 #include "exec.h"
 
 #include <stdbool.h>
@@ -40,7 +41,8 @@ static uint64_t weight_bytes(const exec *e, const pds_instr *in, uint32_t expert
   const pds_plan *plan = e->ctx->plan;
   const pds_layer *layer = e->program->layer >= 0 ? &plan->layers[e->program->layer] : NULL;
   switch (in->opcode) {
-  case PDS_OP_EMBED: return pds_tensor_bytes(&plan->embed) / (plan->vocab ? plan->vocab : 1) * e->ctx->rows;
+  case PDS_OP_EMBED:
+    return pds_tensor_bytes(&plan->embed) / (plan->vocab ? plan->vocab : 1) * e->ctx->rows;
   case PDS_OP_NORM: return (uint64_t)plan->hidden * 4;
   case PDS_OP_ATTENTION: return attention_bytes(&layer->attn);
   case PDS_OP_GATE: return all_bytes(&layer->gate.weight) + all_bytes(&layer->gate.bias);
@@ -132,7 +134,8 @@ static pds_status check_waits(const exec *e, const pds_instr *in, uint32_t index
     if (event >= index || !(e->events[event / 64] >> event % 64 & 1)) {
       char name[32];
       pds_program_name(e->program, name);
-      return pds_fail(PDS_ERR_VERIFY, "%s:@%u: waits for @%u, which has not run", name, index, event);
+      return pds_fail(PDS_ERR_VERIFY, "%s:@%u: waits for @%u, which has not run", name, index,
+                      event);
     }
   }
   return PDS_OK;

@@ -5,8 +5,8 @@
 #include "engine.h"
 #include "step.h"
 
-/* Runs prologue, layers and (if some row wants logits) epilogue of the phase for ctx->rows. Between instructions it
- * obeys session->cancel with PDS_ERR_CANCELLED. The pool is open. */
+/* Runs prologue, layers and (if some row wants logits) epilogue of the phase for ctx->rows. Between
+ * instructions it obeys session->cancel with PDS_ERR_CANCELLED. The pool is open. */
 pds_status pds_exec_step(pds_session *session, pds_step_ctx *ctx);
 
 /* Bytes of one of the tensor's `count` matrices or vectors; 0 if it is absent. */

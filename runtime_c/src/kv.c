@@ -110,7 +110,8 @@ static pds_status check_rows(pds_kv *kv, uint32_t rows, const int32_t *seq,
   return PDS_OK;
 }
 
-/* Gives `seq` sole use of the block that its next token goes to, and blocks for all its pending tokens. */
+/* Gives `seq` sole use of the block that its next token goes to, and blocks for all its pending
+ * tokens. */
 static pds_status extend(pds_kv *kv, int32_t seq) {
   uint32_t *row = row_of(kv, seq), length = kv->length[seq];
   uint32_t held = blocks_for(kv, length), want = blocks_for(kv, length + kv->pending[seq]);
@@ -196,7 +197,8 @@ static uint32_t header_crc(const save_header *header) {
 
 pds_status pds_kv_save_size(const pds_kv *kv, int32_t seq, uint64_t *out_bytes) {
   PDS_RETURN_IF_ERROR(pds_kv_check_seq(kv, seq));
-  if (kv->length[seq] == 0) return pds_fail(PDS_ERR_SEQUENCE, "save of sequence %d: it is empty", seq);
+  if (kv->length[seq] == 0)
+    return pds_fail(PDS_ERR_SEQUENCE, "save of sequence %d: it is empty", seq);
   *out_bytes = sizeof(save_header) + blocks_for(kv, kv->length[seq]) * kv->plan->kv_block_bytes;
   return PDS_OK;
 }
@@ -205,8 +207,8 @@ pds_status pds_kv_save(const pds_kv *kv, int32_t seq, void *buffer, uint64_t byt
   uint64_t need;
   PDS_RETURN_IF_ERROR(pds_kv_save_size(kv, seq, &need));
   if (bytes != need)
-    return pds_fail(PDS_ERR_ARGUMENT, "save of sequence %d: a buffer of %llu bytes, expected %llu", seq,
-                    (unsigned long long)bytes, (unsigned long long)need);
+    return pds_fail(PDS_ERR_ARGUMENT, "save of sequence %d: a buffer of %llu bytes, expected %llu",
+                    seq, (unsigned long long)bytes, (unsigned long long)need);
   const pds_plan *plan = kv->plan;
   save_header header = {.version = SAVE_VERSION,
                         .dtype = plan->act_dtype,

@@ -1,8 +1,8 @@
-/* kv.h: the KV blocks of a session, and which blocks each sequence holds. What a block contains is kv_layout.h's
- * matter; here it is kv_block_bytes of bytes for kv_block tokens of all layers.
+/* kv.h: the KV blocks of a session, and which blocks each sequence holds. What a block contains is
+ * kv_layout.h's matter; here it is kv_block_bytes of bytes for kv_block tokens of all layers.
  *
- * A block may belong to several sequences (pds_kv_fork); it is written only while it belongs to one: a sequence
- * about to append to a shared, partly filled block gets its own copy first. */
+ * A block may belong to several sequences (pds_kv_fork); it is written only while it belongs to
+ * one: a sequence about to append to a shared, partly filled block gets its own copy first. */
 #ifndef PDS_KV_H
 #define PDS_KV_H
 
@@ -14,7 +14,8 @@
 
 typedef struct pds_kv {
   const pds_plan *plan;
-  uint32_t max_seqs, seq_blocks; /* table is [max_seqs][seq_blocks] of block indices or PDS_NO_BLOCK */
+  uint32_t max_seqs,
+      seq_blocks; /* table is [max_seqs][seq_blocks] of block indices or PDS_NO_BLOCK */
   uint32_t blocks, n_free;
   uint32_t *table;
   uint32_t *length;    /* [max_seqs] committed tokens */
@@ -27,8 +28,9 @@ typedef struct pds_kv {
 void pds_kv_init(pds_kv *kv, const pds_plan *plan, uint32_t max_seqs, unsigned char *arena,
                  const pds_session_layout *at);
 
-/* Checks that every row continues its sequence within the context, and gives each sequence the blocks for its new
- * rows. On failure no sequence has changed. Must be followed by commit or rollback of the same rows. */
+/* Checks that every row continues its sequence within the context, and gives each sequence the
+ * blocks for its new rows. On failure no sequence has changed. Must be followed by commit or
+ * rollback of the same rows. */
 pds_status pds_kv_begin(pds_kv *kv, uint32_t rows, const int32_t *seq, const int32_t *position);
 void pds_kv_commit(pds_kv *kv, uint32_t rows, const int32_t *seq);
 void pds_kv_rollback(pds_kv *kv, uint32_t rows, const int32_t *seq);

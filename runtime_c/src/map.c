@@ -15,7 +15,8 @@ pds_status pds_map_anon(uint64_t bytes, const char *what, void **out) {
   if (bytes > SIZE_MAX / 2)
     return pds_fail(PDS_ERR_MEMORY, "%s: %llu bytes exceed the address space", what,
                     (unsigned long long)bytes);
-  void *base = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void *base =
+      mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED)
     return pds_fail(PDS_ERR_MEMORY, "%s: the operating system refused %llu bytes: %s", what,
                     (unsigned long long)bytes, strerror(errno));
@@ -39,8 +40,9 @@ static pds_status open_sized(int dir_fd, const char *path, uint64_t bytes, int *
   }
   if ((uint64_t)st.st_size != bytes) {
     close(fd);
-    return pds_fail(PDS_ERR_PLAN_FILE, "%s: expected %llu bytes, found %llu; compile the plan again",
-                    path, (unsigned long long)bytes, (unsigned long long)st.st_size);
+    return pds_fail(PDS_ERR_PLAN_FILE,
+                    "%s: expected %llu bytes, found %llu; compile the plan again", path,
+                    (unsigned long long)bytes, (unsigned long long)st.st_size);
   }
   *out_fd = fd;
   return PDS_OK;
@@ -75,7 +77,8 @@ pds_status pds_read_file(int dir_fd, const char *path, void *buffer, uint64_t by
       int error = n < 0 ? errno : 0;
       close(fd);
       return pds_fail(PDS_ERR_PLAN_FILE, "%s: cannot read byte %llu: %s", path,
-                      (unsigned long long)done, error ? strerror(error) : "the file became shorter");
+                      (unsigned long long)done,
+                      error ? strerror(error) : "the file became shorter");
     }
     done += (uint64_t)n;
   }

@@ -1,4 +1,5 @@
-/* map.h: the only place that takes memory from the operating system (see memory.h) or opens files. */
+/* map.h: the only place that takes memory from the operating system (see memory.h) or opens
+ * files. */
 #ifndef PDS_MAP_H
 #define PDS_MAP_H
 
@@ -6,10 +7,12 @@
 
 #include "status.h"
 
-/* Zeroed anonymous memory; `bytes` is a multiple of PDS_GRAIN. `what` names it in the error text. */
+/* Zeroed anonymous memory; `bytes` is a multiple of PDS_GRAIN. `what` names it in the error
+ * text. */
 pds_status pds_map_anon(uint64_t bytes, const char *what, void **out);
 
-/* Maps all of the regular file `path`, relative to the directory `dir_fd`, read-only. Its size must be `bytes`. */
+/* Maps all of the regular file `path`, relative to the directory `dir_fd`, read-only. Its size must
+ * be `bytes`. */
 pds_status pds_map_file(int dir_fd, const char *path, uint64_t bytes, const void **out);
 
 /* Reads all of the regular file `path`, which must hold exactly `bytes`, into `buffer`. */

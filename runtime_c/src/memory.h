@@ -1,21 +1,23 @@
 /* memory.h: how much memory an engine and a session take, to the byte.
  *
- * The runtime takes anonymous memory by mmap alone, through pds_map_anon(), in exactly these pieces; the
- * formulas are mirrored by compiler/passes/plan_memory.py, and a test with an interposed allocator compares them.
+ * The runtime takes anonymous memory by mmap alone, through pds_map_anon(), in exactly these pieces;
+ * compiler/passes/plan_memory.py mirrors the formulas, and a test with an interposed allocator
+ * compares them.
  *
- *   r64(x)   = x rounded up to 64            grain(x) = x rounded up to PDS_GRAIN
+ *   r64(x) = x rounded up to 64      grain(x) = x rounded up to PDS_GRAIN
  *
- *   engine(threads)  = grain( PDS_ENGINE_HEADER + PDS_POOL_BYTES + threads * PDS_WORKER_BYTES
- *                             + r64(8 * n_files) + r64(program_bytes) + threads * thread_scratch_bytes )
- *                      + (threads - 1) * PDS_STACK_BYTES                                        one mmap
+ *   engine(threads), one mmap:
+ *     grain( PDS_ENGINE_HEADER + PDS_POOL_BYTES + threads * PDS_WORKER_BYTES + r64(8 * n_files)
+ *            + r64(program_bytes) + threads * thread_scratch_bytes )
+ *     + (threads - 1) * PDS_STACK_BYTES
  *
- *   session(max_seqs, kv_tokens) = grain( PDS_SESSION_HEADER + r64(scratch_bytes) + tables
- *                                         + kv_blocks * kv_block_bytes )                        one mmap
+ *   session(max_seqs, kv_tokens), one mmap:
+ *     grain( PDS_SESSION_HEADER + r64(scratch_bytes) + tables + kv_blocks * kv_block_bytes )
  *     seq_blocks = ceil(max_context / kv_block)           kv_blocks = ceil(kv_tokens / kv_block)
  *     tables     = r64(4 * max_seqs * seq_blocks) + 2 * r64(4 * max_seqs) + 2 * r64(4 * kv_blocks)
  *                  + r64(4 * max_logits)
  *
- *   weights = the bytes of each weight file (read-only file mappings, one per file)
+ *   weights: the bytes of each weight file (read-only file mappings, one a file)
  */
 #ifndef PDS_MEMORY_H
 #define PDS_MEMORY_H
@@ -33,12 +35,14 @@
 #if defined(__SANITIZE_THREAD__)
 #define PDS_STACK_BYTES 2162688u /* ThreadSanitizer keeps 900 KB of its own there */
 #else
-#define PDS_STACK_BYTES 589824u  /* one worker's stack: the guard, then 512 KiB */
+#define PDS_STACK_BYTES 589824u /* one worker's stack: the guard, then 512 KiB */
 #endif
 #define PDS_MAX_THREADS 1024u
 #define PDS_MAX_SEQS 65536u
 
-static inline uint64_t pds_round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
+static inline uint64_t pds_round_up(uint64_t x, uint64_t to) {
+  return (x + to - 1) / to * to;
+}
 
 /* Offsets within an engine's arena. */
 typedef struct pds_engine_layout {

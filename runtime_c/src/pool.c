@@ -1,9 +1,9 @@
 /* pool.c: worker threads that claim the items of a job one by one.
  *
- * A job is published as one 64-bit word, items << 32 | next item. A claim is one fetch_add on it, whose result
- * says by itself whether the claim is good (next < items), so a worker that wakes late can neither run an item
- * of a finished job nor hold up a new one: whoever holds a good claim keeps that job's fn and ctx in place, as
- * the job cannot end before the claim is done. */
+ * A job is published as one 64-bit word, items << 32 | next item. A claim is one fetch_add on it,
+ * whose result says by itself whether the claim is good (next < items), so a worker that wakes late
+ * can neither run an item of a finished job nor hold up a new one: whoever holds a good claim keeps
+ * that job's fn and ctx in place, as the job cannot end before the claim is done. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -18,8 +18,8 @@
 #include "cpu.h"
 #include "memory.h"
 
-/* Turns of the spin loop before the core is offered to others, so that one core, or more threads than cores,
- * still make progress: about 20 microseconds of pause instructions. */
+/* Turns of the spin loop before the core is offered to others, so that one core, or more threads
+ * than cores, still make progress: about 20 microseconds of pause instructions. */
 enum { SPINS = 512 };
 
 typedef struct worker {
@@ -48,11 +48,15 @@ struct pds_pool {
 _Static_assert(sizeof(struct pds_pool) <= PDS_POOL_BYTES, "PDS_POOL_BYTES");
 _Static_assert(sizeof(worker) <= PDS_WORKER_BYTES, "PDS_WORKER_BYTES");
 
-uint32_t pds_pool_threads(const pds_pool *pool) { return pool->threads; }
+uint32_t pds_pool_threads(const pds_pool *pool) {
+  return pool->threads;
+}
 
 static void spin(uint32_t *turns) {
-  if (++*turns < SPINS) pds_cpu_relax();
-  else sched_yield();
+  if (++*turns < SPINS)
+    pds_cpu_relax();
+  else
+    sched_yield();
 }
 
 /* Claims and runs items until none is left. False if there was none. */
@@ -97,13 +101,16 @@ static void *worker_main(void *argument) {
     if (quit) return NULL;
     uint32_t turns = 0;
     while (atomic_load_explicit(&pool->open, memory_order_relaxed)) {
-      if (drain(pool, self->index)) turns = 0;
-      else spin(&turns);
+      if (drain(pool, self->index))
+        turns = 0;
+      else
+        spin(&turns);
     }
   }
 }
 
-/* Starts worker `index` on its stack, with all signals blocked so that they go to the program's own threads. */
+/* Starts worker `index` on its stack, with all signals blocked so that they go to the program's own
+ * threads. */
 static int start_worker(worker *self, unsigned char *stack) {
   if (mprotect(stack, PDS_STACK_GUARD, PROT_NONE) != 0) return 1;
   pthread_attr_t attr;
@@ -141,8 +148,9 @@ pds_status pds_pool_create(void *memory, void *workers, unsigned char *stacks, u
       pool->workers = workers;
       pool->threads = i;
       pds_pool_destroy(pool);
-      return pds_fail(PDS_ERR_THREAD, "worker %u of %u could not be started: %s; ask for fewer threads",
-                      i, threads, strerror(error));
+      return pds_fail(PDS_ERR_THREAD,
+                      "worker %u of %u could not be started: %s; ask for fewer threads", i, threads,
+                      strerror(error));
     }
   }
   pool->workers = workers;

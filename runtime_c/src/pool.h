@@ -1,4 +1,5 @@
-/* pool.h: the worker threads of an engine. Workers spin only while a step is open and sleep between steps. */
+/* pool.h: the worker threads of an engine. Workers spin only while a step is open and sleep between
+ * steps. */
 #ifndef PDS_POOL_H
 #define PDS_POOL_H
 
@@ -8,24 +9,26 @@
 
 typedef struct pds_pool pds_pool;
 
-/* One item of a parallel job: `item` in [0, items), `worker` in [0, threads): index of the caller's private scratch.
- * Items are independent; which worker runs which one must not change any result. */
+/* One item of a parallel job: `item` in [0, items), `worker` in [0, threads): index of the
+ * caller's private scratch. Items are independent; which worker runs which one must not change
+ * any result. */
 typedef void (*pds_job_fn)(void *ctx, uint32_t item, uint32_t worker);
 
 uint32_t pds_pool_threads(const pds_pool *pool);
-/* Runs fn over all items on all workers; the caller is worker 0. Returns when every item is done (a full barrier:
- * all writes of the job are visible to the caller and to the next job). Only between open and close, and never
- * from inside a job. */
+/* Runs fn over all items on all workers; the caller is worker 0. Returns when every item is done (a
+ * full barrier: all writes of the job are visible to the caller and to the next job). Only between
+ * open and close, and never from inside a job. */
 void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items);
 
-/* Starts threads - 1 workers in memory of the caller (memory.h): `pool` has PDS_POOL_BYTES, `workers` threads *
- * PDS_WORKER_BYTES, `stacks` (threads - 1) * PDS_STACK_BYTES; all zeroed. On failure no thread is left. */
+/* Starts threads - 1 workers in memory of the caller (memory.h): `pool` has PDS_POOL_BYTES,
+ * `workers` threads * PDS_WORKER_BYTES, `stacks` (threads - 1) * PDS_STACK_BYTES; all zeroed. On
+ * failure no thread is left. */
 pds_status pds_pool_create(void *pool, void *workers, unsigned char *stacks, uint32_t threads);
 /* Stops and joins the workers; not while a step is open. */
 void pds_pool_destroy(pds_pool *pool);
 
-/* A step's edges. Open waits, first come first served, until no other step holds the pool; then it wakes the
- * workers, and the calling thread is worker 0 until close. */
+/* A step's edges. Open waits, first come first served, until no other step holds the pool; then it
+ * wakes the workers, and the calling thread is worker 0 until close. */
 void pds_pool_open(pds_pool *pool);
 void pds_pool_close(pds_pool *pool);
 

@@ -1,8 +1,10 @@
-/* sample.c: one token from one row of logits, with the processors of transformers in its order: repetition penalty,
- * temperature, top-k, top-p, min-p. Scores and probabilities compare as there; the draw is our own.
+/* sample.c: one token from one row of logits, with the processors of transformers in its order:
+ * repetition penalty, temperature, top-k, top-p, min-p. Scores and probabilities compare as there;
+ * the draw is our own.
  *
- * The random number is a function of (seed, draw) alone: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As
- * Easy as 1, 2, 3", SC 2011), so a stream can be resumed anywhere and needs no state. */
+ * The random number is a function of (seed, draw) alone: Philox4x32-10 (Salmon et al., "Parallel
+ * Random Numbers: As Easy as 1, 2, 3", SC 2011), so a stream can be resumed anywhere and needs no
+ * state. */
 #include <math.h>
 #include <stdbool.h>
 
@@ -37,12 +39,14 @@ static pds_status check(const pds_sampler *s) {
   return PDS_OK;
 }
 
-/* Copies the logits and applies the repetition penalty: once per distinct id, as it is computed from `logits`. */
+/* Copies the logits and applies the repetition penalty: once per distinct id, as it is computed
+ * from `logits`. */
 static pds_status penalise(const float *logits, uint32_t vocab, const pds_sampler *s,
                            const int32_t *history, uint32_t n_history, float *scores) {
   for (uint32_t i = 0; i < vocab; i++) {
     if (isnan(logits[i]))
-      return pds_fail(PDS_ERR_ARGUMENT, "logit of token %u is NaN: the model's weights or its input are damaged", i);
+      return pds_fail(PDS_ERR_ARGUMENT,
+                      "logit of token %u is NaN: the model's weights or its input are damaged", i);
     scores[i] = logits[i];
   }
   if (s->repetition_penalty == 1) return PDS_OK;
@@ -90,7 +94,9 @@ static int32_t pop(const float *scores, int32_t *heap, uint32_t *n) {
   return top;
 }
 
-static double weight(float score, float max) { return exp((double)score - (double)max); }
+static double weight(float score, float max) {
+  return exp((double)score - (double)max);
+}
 
 static double total_weight(const float *scores, uint32_t vocab, float max) {
   double total = 0;
@@ -157,7 +163,8 @@ pds_status pds_sample(const float *logits, uint32_t vocab, const pds_sampler *sa
   for (uint32_t i = 0; i < vocab; i++) scores[i] /= sampler->temperature;
   float max = scores[best];
   if (isinf(max))
-    return pds_fail(PDS_ERR_ARGUMENT, "the highest logit over temperature is infinite: no distribution");
+    return pds_fail(PDS_ERR_ARGUMENT,
+                    "the highest logit over temperature is infinite: no distribution");
   if (sampler->top_k > 0) keep_top_k(scores, vocab, (uint32_t)sampler->top_k, scratch_ids);
   if (sampler->top_p < 1) keep_top_p(scores, vocab, (double)sampler->top_p, max, scratch_ids);
   if (sampler->min_p > 0)

@@ -19,7 +19,8 @@ pds_status pds_session_create(pds_engine *engine, const pds_session_options *opt
     return pds_fail(PDS_ERR_ARGUMENT, "max_seqs %u: expected at most %u", max_seqs, PDS_MAX_SEQS);
   pds_session_layout at = pds_layout_session(plan, max_seqs, kv_tokens);
   if (plan->kv_block_bytes && at.kv_blocks > (UINT64_MAX / 4) / plan->kv_block_bytes)
-    return pds_fail(PDS_ERR_MEMORY, "kv_tokens %u: the KV cache exceeds the address space", kv_tokens);
+    return pds_fail(PDS_ERR_MEMORY, "kv_tokens %u: the KV cache exceeds the address space",
+                    kv_tokens);
   void *base;
   PDS_RETURN_IF_ERROR(pds_map_anon(at.total, "session", &base));
 #if defined(MADV_HUGEPAGE)

@@ -14,9 +14,13 @@ pds_status pds_fail(pds_status code, const char *fmt, ...) {
   return code;
 }
 
-const char *pds_last_error(void) { return last_error; }
+const char *pds_last_error(void) {
+  return last_error;
+}
 
-uint32_t pds_abi_version(void) { return PDS_ABI_VERSION; }
+uint32_t pds_abi_version(void) {
+  return PDS_ABI_VERSION;
+}
 
 const char *pds_status_name(pds_status status) {
   switch (status) {

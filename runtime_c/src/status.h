@@ -1,4 +1,5 @@
-/* status.h: error codes with a text. Every other file of the runtime may include it; it includes none of them. */
+/* status.h: error codes with a text. Every other file of the runtime may include it; it includes
+ * none of them. */
 #ifndef PDS_STATUS_H
 #define PDS_STATUS_H
 

@@ -13,8 +13,10 @@ uint64_t pds_now_ns(void) {
 }
 
 void pds_trace_add(pds_trace *trace, const pds_trace_record *record) {
-  if (trace->count < trace->capacity) trace->records[trace->count++] = *record;
-  else trace->dropped++;
+  if (trace->count < trace->capacity)
+    trace->records[trace->count++] = *record;
+  else
+    trace->dropped++;
 }
 
 const char *pds_opcode_name(uint8_t opcode) {

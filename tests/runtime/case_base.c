@@ -34,7 +34,8 @@ static void paths(void) {
   unsetenv("PDSCOPE_ISA");
   CHECK(strstr(pds_isa_built(), "scalar") && strstr(pds_isa_runnable(), "scalar"));
   CHECK_OK(pds_isa_choose(NULL, &path));
-  CHECK(strncmp(path->name, pds_isa_runnable(), strlen(path->name)) == 0); /* the best comes first */
+  CHECK(strncmp(path->name, pds_isa_runnable(), strlen(path->name)) ==
+        0); /* the best comes first */
   CHECK_OK(pds_isa_choose("scalar", &path));
   CHECK(strcmp(path->name, "scalar") == 0 && strcmp(path->kernels()->name, "scalar") == 0);
   CHECK_STATUS(pds_isa_choose("mmx", &path), PDS_ERR_ISA, "possible: ");

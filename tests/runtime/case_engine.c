@@ -1,5 +1,6 @@
-/* case_engine.c: engines and sessions through the public interface, with fake operators whose logits say exactly what
- * the KV cache holds. DIRECTORY has program.bin and w.bin of the fake plan. */
+/* case_engine.c: engines and sessions through the public interface, with fake operators whose
+ * logits say exactly what the KV cache holds. DIRECTORY has program.bin and w.bin of the fake
+ * plan. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdlib.h>
@@ -260,7 +261,8 @@ static void refused_steps(pds_engine *engine) {
   CHECK_STATUS(run(&f, &r, &logits), PDS_ERR_SEQUENCE, "sequence 4");
   r.seq[4] = 0;
   r.position[8] = 7; /* a duplicate */
-  CHECK_STATUS(run(&f, &r, &logits), PDS_ERR_POSITION, "row 8: position 7 of sequence 0, expected 8");
+  CHECK_STATUS(run(&f, &r, &logits), PDS_ERR_POSITION,
+               "row 8: position 7 of sequence 0, expected 8");
   CHECK_EQ(logits.rows, 77);
   check_lengths(&f);
   r.position[8] = 8;
@@ -446,7 +448,8 @@ static void crowded(pds_engine *engine) {
   for (uint32_t i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
 }
 
-/* Cancels from another thread until told to stop; every step either runs to its end or leaves no trace. */
+/* Cancels from another thread until told to stop; every step either runs to its end or leaves no
+ * trace. */
 typedef struct canceller {
   pds_session *session;
   _Atomic bool stop;

@@ -1,5 +1,6 @@
-/* case_kv.c: KV blocks against a model of them: each sequence is an array of tokens. A step writes its tokens into
- * the blocks as attention would, and after every call all sequences must read back as the model has them. */
+/* case_kv.c: KV blocks against a model of them: each sequence is an array of tokens. A step writes
+ * its tokens into the blocks as attention would, and after every call all sequences must read back
+ * as the model has them. */
 #include <stdlib.h>
 
 #include "kv.h"
@@ -37,7 +38,9 @@ static void open_kv(fixture *f, const pds_plan *of) {
   pds_kv_init(&f->kv, of, SEQS, arena, &at);
 }
 
-static void close_kv(fixture *f) { pds_unmap(f->arena, f->bytes); }
+static void close_kv(fixture *f) {
+  pds_unmap(f->arena, f->bytes);
+}
 
 static int32_t *cell(const pds_kv *kv, int32_t seq, uint32_t position) {
   uint32_t block = kv->table[(size_t)seq * kv->seq_blocks + position / BLOCK];
@@ -79,7 +82,9 @@ static pds_status step(fixture *f, uint32_t rows, const int32_t *seq, const int3
   pds_status status = pds_kv_begin(&f->kv, rows, seq, position);
   if (status != PDS_OK) return status;
   for (uint32_t i = 0; i < rows; i++) {
-    CHECK_EQ(f->kv.refs[f->kv.table[(size_t)seq[i] * f->kv.seq_blocks + (uint32_t)position[i] / BLOCK]], 1);
+    CHECK_EQ(
+        f->kv.refs[f->kv.table[(size_t)seq[i] * f->kv.seq_blocks + (uint32_t)position[i] / BLOCK]],
+        1);
     *cell(&f->kv, seq[i], (uint32_t)position[i]) = token[i];
   }
   if (commit) {
@@ -139,7 +144,8 @@ static void refusals(void) {
   uint32_t random = 2;
   open_kv(&f, &plan);
   int32_t seq[] = {0, 0, 1, 0}, gap[] = {0, 1, 0, 3}, bad_seq[] = {0, SEQS}, negative[] = {-1};
-  CHECK_STATUS(pds_kv_begin(&f.kv, 4, seq, gap), PDS_ERR_POSITION, "row 3: position 3 of sequence 0, expected 2");
+  CHECK_STATUS(pds_kv_begin(&f.kv, 4, seq, gap), PDS_ERR_POSITION,
+               "row 3: position 3 of sequence 0, expected 2");
   check_all(&f);
   CHECK_STATUS(pds_kv_begin(&f.kv, 2, bad_seq, gap), PDS_ERR_SEQUENCE, "sequence 5");
   CHECK_STATUS(pds_kv_begin(&f.kv, 1, negative, gap), PDS_ERR_SEQUENCE, "sequence -1");
@@ -156,7 +162,8 @@ static void refusals(void) {
   check_all(&f);
   CHECK_OK(step(&f, 2, rows, tokens, true));
   check_all(&f);
-  CHECK_STATUS(pds_kv_fork(&f.kv, 2, 4), PDS_ERR_KV_FULL, "truncate"); /* partial block, none free */
+  CHECK_STATUS(pds_kv_fork(&f.kv, 2, 4), PDS_ERR_KV_FULL,
+               "truncate"); /* partial block, none free */
   check_all(&f);
   fork_seq(&f, 2, 1); /* frees a block of its own first */
   check_all(&f);
@@ -206,7 +213,8 @@ static void saving(void) {
   other.plan_hash = "fedcba9876543210";
   fixture h;
   open_kv(&h, &other);
-  CHECK_STATUS(pds_kv_restore(&h.kv, 0, saved, bytes), PDS_ERR_PLAN_FORMAT, "from plan 0123456789abcdef");
+  CHECK_STATUS(pds_kv_restore(&h.kv, 0, saved, bytes), PDS_ERR_PLAN_FORMAT,
+               "from plan 0123456789abcdef");
   other.plan_hash = plan.plan_hash;
   other.act_dtype = PDS_BF16;
   CHECK_STATUS(pds_kv_restore(&h.kv, 0, saved, bytes), PDS_ERR_PLAN_FORMAT, "from plan");

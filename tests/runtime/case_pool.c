@@ -1,4 +1,5 @@
-/* case_pool.c: every item runs once, jobs are barriers, steps of several threads take turns, idle is idle. */
+/* case_pool.c: every item runs once, jobs are barriers, steps of several threads take turns, idle
+ * is idle. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>

@@ -1,4 +1,5 @@
-/* case_sample.c: greedy, penalty, filters and the draw. The comparison with transformers is Python's. */
+/* case_sample.c: greedy, penalty, filters and the draw. The comparison with transformers is
+ * Python's. */
 #include <math.h>
 
 #include "pdscope.h"
@@ -10,7 +11,8 @@ static pds_sampler sampler(float temperature) {
   return (pds_sampler){.temperature = temperature, .top_p = 1, .repetition_penalty = 1, .seed = 5};
 }
 
-static int32_t sample(const float *logits, const pds_sampler *s, const int32_t *history, uint32_t n) {
+static int32_t sample(const float *logits, const pds_sampler *s, const int32_t *history,
+                      uint32_t n) {
   float values[VOCAB];
   int32_t ids[VOCAB], token = -1;
   CHECK_OK(pds_sample(logits, VOCAB, s, history, n, values, ids, &token));
@@ -28,7 +30,8 @@ static void greedy(void) {
   float ties[VOCAB] = {0, 3, 1, 3, 3, -1, 2, 0};
   pds_sampler s = sampler(0);
   CHECK_EQ(sample(ties, &s, NULL, 0), 1);
-  /* Positive scores are divided by the penalty, negative ones multiplied; a repeated id is penalised once. */
+  /* Positive scores are divided by the penalty, negative ones multiplied; a repeated id is
+   * penalised once. */
   int32_t history[] = {1, 3, 4, 1, 1};
   s.repetition_penalty = 1.4f;
   CHECK_EQ(sample(ties, &s, history, 5), 1); /* 3 / 1.4 = 2.14 > 2 */
@@ -132,8 +135,8 @@ static void refusals(void) {
 #undef TRY
 }
 
-/* Philox4x32-10 of an all-zero key and counter gives 6627e8d5 e169c58d ... (Random123's kat_vectors): over equal
- * logits the token is the number's leading bits. */
+/* Philox4x32-10 of an all-zero key and counter gives 6627e8d5 e169c58d ... (Random123's
+ * kat_vectors): over equal logits the token is the number's leading bits. */
 static void known_answer(void) {
   static float logits[65536], values[65536];
   static int32_t ids[65536];

@@ -1,5 +1,6 @@
-/* fake_ops.c: operators with results that a test can foretell. Attention writes each token into its KV cell and sums
- * over all cells of the sequence up to its own, so that a wrong block, length or position shows in the logits:
+/* fake_ops.c: operators with results that a test can foretell. Attention writes each token into its
+ * KV cell and sums over all cells of the sequence up to its own, so that a wrong block, length or
+ * position shows in the logits:
  *   logits[0] = token; logits[1 + layer] = sum over p <= position of (p + 1) * (token[p] + 1 + 1000 * layer),
  *   logits[3] = experts' part, fake_expert_sum(token); logits[4] = layers with an MLP. */
 #include <string.h>
@@ -17,7 +18,9 @@ static float *cell(const pds_step_ctx *ctx, uint32_t layer, int32_t seq, uint32_
   return base + layer * FAKE_KV_BLOCK + position % FAKE_KV_BLOCK;
 }
 
-void pds_op_rope_table(pds_step_ctx *ctx) { (void)ctx; }
+void pds_op_rope_table(pds_step_ctx *ctx) {
+  (void)ctx;
+}
 
 void pds_op_embed(pds_step_ctx *ctx) {
   memset(pds_buf(ctx, PDS_BUF_HID), 0, (size_t)ctx->rows * FAKE_HIDDEN * 4);
@@ -112,7 +115,8 @@ void pds_op_combine(pds_step_ctx *ctx, uint32_t layer, int shared) {
   const float *always = pds_buf(ctx, PDS_BUF_SHARED_OUT);
   for (uint32_t r = 0; r < ctx->rows; r++) {
     float sum = shared ? always[(size_t)r * FAKE_HIDDEN] : 0;
-    for (uint32_t k = 0; k < FAKE_TOP_K; k++) sum += out[(size_t)(r * FAKE_TOP_K + k) * FAKE_HIDDEN];
+    for (uint32_t k = 0; k < FAKE_TOP_K; k++)
+      sum += out[(size_t)(r * FAKE_TOP_K + k) * FAKE_HIDDEN];
     hid(ctx, r)[3] = sum;
   }
 }

@@ -1,5 +1,5 @@
-/* fake_plan.c: the constants of a hand-made plan. The driver writes its program.bin and w.bin, and says how long
- * program.bin is. */
+/* fake_plan.c: the constants of a hand-made plan. The driver writes its program.bin and w.bin, and
+ * says how long program.bin is. */
 #include "fake_plan.h"
 #include "plan_desc.h"
 
@@ -23,10 +23,10 @@ static const pds_layer layers[FAKE_LAYERS] = {
 };
 
 enum { /* bytes */
-  HID = FAKE_ROWS * FAKE_HIDDEN * 4,
-  ROUTE = FAKE_ROWS * FAKE_TOP_K * 4,
-  OUT = FAKE_ROWS * FAKE_TOP_K * FAKE_HIDDEN * 4,
-  LOGITS = FAKE_LOGITS * FAKE_VOCAB * 4,
+       HID = FAKE_ROWS * FAKE_HIDDEN * 4,
+       ROUTE = FAKE_ROWS * FAKE_TOP_K * 4,
+       OUT = FAKE_ROWS * FAKE_TOP_K * FAKE_HIDDEN * 4,
+       LOGITS = FAKE_LOGITS * FAKE_VOCAB * 4,
 };
 
 const pds_plan pds_the_plan = {

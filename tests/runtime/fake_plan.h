@@ -1,4 +1,5 @@
-/* fake_plan.h: the sizes of the hand-made plan that the test program links: a dense layer and a MoE layer. */
+/* fake_plan.h: the sizes of the hand-made plan that the test program links: a dense layer and a MoE
+ * layer. */
 #ifndef PDS_FAKE_PLAN_H
 #define PDS_FAKE_PLAN_H
 

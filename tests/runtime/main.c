@@ -1,6 +1,7 @@
-/* main.c: the runtime's own test program. `main DIRECTORY [case...]` runs the named cases, or all of them; DIRECTORY
- * is an empty one for files that cases write. It links the runtime's sources with fake operators (fake_ops.c) and a
- * hand-made plan (fake_plan.c), and is meant to be run natively, under sanitizers and on emulated CPUs. */
+/* main.c: the runtime's own test program. `main DIRECTORY [case...]` runs the named cases, or all
+ * of them; DIRECTORY is an empty one for files that cases write. It links the runtime's sources
+ * with fake operators (fake_ops.c) and a hand-made plan (fake_plan.c), and is meant to be run
+ * natively, under sanitizers and on emulated CPUs. */
 #include <stdlib.h>
 
 #include "cases.h"

@@ -1,4 +1,5 @@
-/* test.h: what the cases of the C test program share. A failed check is printed and counted; the case goes on. */
+/* test.h: what the cases of the C test program share. A failed check is printed and counted; the
+ * case goes on. */
 #ifndef PDS_TEST_H
 #define PDS_TEST_H
 
@@ -8,10 +9,12 @@
 #include <string.h>
 
 extern int test_failures;
-extern const char *test_data_dir; /* an empty directory that a case may write to, or one with vectors */
+extern const char
+    *test_data_dir; /* an empty directory that a case may write to, or one with vectors */
 
 #define CHECK(condition) test_check((condition), __FILE__, __LINE__, #condition)
-#define CHECK_EQ(a, b) test_check_eq((long long)(a), (long long)(b), __FILE__, __LINE__, #a " == " #b)
+#define CHECK_EQ(a, b)                                                                             \
+  test_check_eq((long long)(a), (long long)(b), __FILE__, __LINE__, #a " == " #b)
 /* The call returns `status`, and for an error its text contains `text`. */
 #define CHECK_STATUS(call, status, text)                                                           \
   test_check_status((call), (status), (text), __FILE__, __LINE__, #call)

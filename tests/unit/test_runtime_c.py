@@ -19,11 +19,13 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> test_program.TestProgram
     return test_program.build(tmp_path_factory.mktemp("native") / "build", find_compiler())
 
 
-def sanitized(tmp_path: Path, flags: tuple[str, ...]) -> test_program.TestProgram:
+def sanitized(
+    tmp_path: Path, flags: tuple[str, ...], isa_paths: tuple[str, ...] | None = None
+) -> test_program.TestProgram:
     compiler = test_program.gcc()
     if compiler is None:
         pytest.skip("neither gcc nor clang, so no sanitizers")
-    return test_program.build(tmp_path / "build", compiler, flags)
+    return test_program.build(tmp_path / "build", compiler, flags, isa_paths=isa_paths)
 
 
 def test_native(native: test_program.TestProgram) -> None:
@@ -36,7 +38,9 @@ def test_one_core(native: test_program.TestProgram) -> None:
 
 
 def test_missing_feature_is_named(tmp_path: Path) -> None:
-    built = test_program.build(tmp_path / "build", find_compiler(), features="sse9")
+    built = test_program.build(
+        tmp_path / "build", find_compiler(), features="sse9", isa_paths=("scalar",)
+    )
     test_program.check(built.run("engine"))
 
 
@@ -45,7 +49,8 @@ def test_address_and_undefined_behaviour_sanitizers(tmp_path: Path) -> None:
 
 
 def test_thread_sanitizer(tmp_path: Path) -> None:
-    built = sanitized(tmp_path, test_program.TSAN)
+    """The kernels know no threads: one path is enough here."""
+    built = sanitized(tmp_path, test_program.TSAN, ("scalar",))
     test_program.check(built.run("base", "pool", "engine"))
 
 
