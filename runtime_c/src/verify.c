@@ -48,6 +48,10 @@ static int32_t line_of(const checker *c, int32_t index) {
   return index == NO_INSTR ? 1 : 2 + (c->p->n_ins || c->p->tickets_in) + c->p->n_slots + index;
 }
 
+static int32_t slot_line(const checker *c, uint32_t slot) {
+  return line_of(c, 0) - c->p->n_slots + (int32_t)slot;
+}
+
 __attribute__((format(printf, 4, 5))) static pds_status
 fail_line(const pds_program *p, int rule, int32_t line, const char *fmt, ...) {
   char name[32], message[256];
@@ -108,7 +112,7 @@ static int format_ok(uint8_t fmt) {
 
 static pds_status v1_slot(const checker *c, uint32_t n) {
   const pds_slot *s = c->slots + n;
-  int32_t line = line_of(c, (int32_t)n - c->p->n_slots);
+  int32_t line = slot_line(c, n);
   for (uint32_t k = 0; k < n; k++)
     if (!strcmp(c->slots[k].name, s->name))
       return fail_line(c->p, 1, line, "slot name %%%s is malformed or used twice", s->name);
@@ -331,7 +335,7 @@ static pds_status v6(const checker *c) {
   uint64_t seen[PDS_MAX_EXPERTS / 64] = {0};
   for (uint32_t n = 0; n < c->p->n_slots; n++) {
     const pds_slot *s = c->slots + n;
-    int32_t line = line_of(c, (int32_t)n - c->p->n_slots);
+    int32_t line = slot_line(c, n);
     if (s->count < 1) return fail_line(c->p, 6, line, "cache %%%s has no slot", s->name);
     for (uint32_t k = 0; s->kind == PDS_SLOT_RESIDENT && k < s->count; k++) {
       uint32_t e = resident_expert(c->set, s, k);
