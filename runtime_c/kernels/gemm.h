@@ -1,15 +1,16 @@
-/* gemm.h: the GEMM driver around tile.h, instantiated by template.h. No include guard: TILE_ACT is f32 or bf16 and
- * T(name) has been defined there. Weights are stationary: each group of panels passes over a chunk of rows of x that
- * stays in the second-level cache. */
+/* gemm.h: the GEMM driver around tile.h, instantiated by template.h. No include guard: TILE_ACT
+ * is f32 or bf16 and T(name) has been defined there. Weights are stationary: each group of
+ * panels passes over a chunk of rows of x that stays in the second-level cache. */
 
-typedef void (*T(tile_fn))(const unsigned char *const *x, const unsigned char *w, size_t panel_stride, uint32_t words,
-                           size_t jump, float *acc, size_t acc_stride);
+typedef void (*T(tile_fn))(const unsigned char *const *x, const unsigned char *w,
+                           size_t panel_stride, uint32_t words, size_t jump, float *acc,
+                           size_t acc_stride);
 
-#define TILE(rows, panels)                                                                                      \
-  static void T(tile_##rows##x##panels)(const unsigned char *const *x, const unsigned char *w,                  \
-                                        size_t panel_stride, uint32_t words, size_t jump, float *acc,           \
-                                        size_t acc_stride) {                                                    \
-    T(tile)(x, w, panel_stride, words, jump, acc, acc_stride, rows, panels);                                    \
+#define TILE(rows, panels)                                                                         \
+  static void T(tile_##rows##x##panels)(const unsigned char *const *x, const unsigned char *w,     \
+                                        size_t panel_stride, uint32_t words, size_t jump,          \
+                                        float *acc, size_t acc_stride) {                           \
+    T(tile)(x, w, panel_stride, words, jump, acc, acc_stride, rows, panels);                       \
   }
 TILE(1, 1)
 TILE(1, 2)
@@ -37,16 +38,20 @@ TILE(8, 2)
 static const T(tile_fn) T(tiles)[TILE_ROWS][3] = {
     {T(tile_1x1), T(tile_1x2), T(tile_1x4)},
 #if TILE_MANY
-    {T(tile_2x1), T(tile_2x2), T(tile_2x4)}, {T(tile_3x1), T(tile_3x2), 0}, {T(tile_4x1), T(tile_4x2), 0},
-    {T(tile_5x1), T(tile_5x2), 0},           {T(tile_6x1), T(tile_6x2), 0}, {T(tile_7x1), T(tile_7x2), 0},
+    {T(tile_2x1), T(tile_2x2), T(tile_2x4)}, {T(tile_3x1), T(tile_3x2), 0},
+    {T(tile_4x1), T(tile_4x2), 0},           {T(tile_5x1), T(tile_5x2), 0},
+    {T(tile_6x1), T(tile_6x2), 0},           {T(tile_7x1), T(tile_7x2), 0},
     {T(tile_8x1), T(tile_8x2), 0},
 #else
-    {T(tile_2x1), T(tile_2x2), 0},           {T(tile_3x1), 0, 0},           {T(tile_4x1), 0, 0},
+    {T(tile_2x1), T(tile_2x2), 0},
+    {T(tile_3x1), 0, 0},
+    {T(tile_4x1), 0, 0},
 #endif
 };
 
 /* Columns [col, col + cols) of one output row from their sums. */
-PDS_INLINE void T(finish)(const pds_gemm *g, const float *sum, size_t y_row, uint32_t col, uint32_t cols) {
+PDS_INLINE void T(finish)(const pds_gemm *g, const float *sum, size_t y_row, uint32_t col,
+                          uint32_t cols) {
   for (uint32_t c = 0; c < cols; c += PDS_LANES) {
     uint32_t n = cols - c < PDS_LANES ? cols - c : PDS_LANES;
     size_t at = y_row * g->y_stride + col + c;
@@ -62,7 +67,8 @@ PDS_INLINE void T(finish)(const pds_gemm *g, const float *sum, size_t y_row, uin
   }
 }
 
-PDS_INLINE void T(finish_swiglu)(const pds_gemm *g, const float *sum, size_t y_row, uint32_t col, uint32_t cols) {
+PDS_INLINE void T(finish_swiglu)(const pds_gemm *g, const float *sum, size_t y_row, uint32_t col,
+                                 uint32_t cols) {
   for (uint32_t c = 0; c < cols; c += PDS_LANES) {
     uint32_t n = cols - c < PDS_LANES ? cols - c : PDS_LANES;
     v16 gate = v16_load(sum + 2 * c), up = v16_load(sum + 2 * c + PDS_LANES);
@@ -72,7 +78,8 @@ PDS_INLINE void T(finish_swiglu)(const pds_gemm *g, const float *sum, size_t y_r
 
 PDS_INLINE void T(gemm_any)(const pds_gemm *g, const int swiglu) {
   enum { GROUP = 4, X_BYTES = 256 * 1024 };
-  const uint32_t per_panel = swiglu ? PDS_LANES / 2 : PDS_LANES; /* columns of y in one panel of W */
+  const uint32_t per_panel =
+      swiglu ? PDS_LANES / 2 : PDS_LANES; /* columns of y in one panel of W */
   const uint32_t panels = (swiglu ? 2 : 1) * ((g->cols + PDS_LANES - 1) / PDS_LANES);
   const uint32_t words = (uint32_t)((g->k * sizeof(T(elt)) + 3) / 4);
   const unsigned char *x[TILE_ROWS];
@@ -97,8 +104,9 @@ PDS_INLINE void T(gemm_any)(const pds_gemm *g, const int swiglu) {
           uint32_t step = TILE_PANELS(rows), log2 = step == 4 ? 2 : step == 2 ? 1 : 0;
           while (step > width - p) step >>= 1, log2--;
           const size_t jump = p0 + p + step < panels ? (step - 1) * g->panel_stride : 0;
-          T(tiles)[rows - 1][log2](x, w + p * g->panel_stride, g->panel_stride, words, jump, sum[0] + p * PDS_LANES,
-                                   GROUP * PDS_LANES);
+          T(tiles)
+          [rows - 1][log2](x, w + p *g->panel_stride, g->panel_stride, words, jump,
+                           sum[0] + p *PDS_LANES, GROUP *PDS_LANES);
           p += step;
         }
         const uint32_t col = p0 * per_panel;
@@ -111,7 +119,8 @@ PDS_INLINE void T(gemm_any)(const pds_gemm *g, const int swiglu) {
             T(finish)(g, sum[i], y_row, col, cols);
           }
           if (p0 + width == panels && g->pad > g->cols && (swiglu || g->out == PDS_OUT_ACT)) {
-            memset((T(elt) *)g->y + y_row * g->y_stride + g->cols, 0, (g->pad - g->cols) * sizeof(T(elt)));
+            memset((T(elt) *)g->y + y_row * g->y_stride + g->cols, 0,
+                   (g->pad - g->cols) * sizeof(T(elt)));
           }
         }
       }
@@ -119,8 +128,12 @@ PDS_INLINE void T(gemm_any)(const pds_gemm *g, const int swiglu) {
   }
 }
 
-static void T(gemm)(const pds_gemm *g) { T(gemm_any)(g, 0); }
-static void T(swiglu)(const pds_gemm *g) { T(gemm_any)(g, 1); }
+static void T(gemm)(const pds_gemm *g) {
+  T(gemm_any)(g, 0);
+}
+static void T(swiglu)(const pds_gemm *g) {
+  T(gemm_any)(g, 1);
+}
 
 static void T(convert)(const float *x, void *y, uint32_t n) {
   T(elt) *out = y;
@@ -129,7 +142,8 @@ static void T(convert)(const float *x, void *y, uint32_t n) {
   if (i < n) T(store_n)(out + i, v16_load_n(x + i, n - i), n - i);
 }
 
-static float T(softmax_block)(const float *s, uint32_t lo, uint32_t hi, float scale, float *m, float *l, void *p) {
+static float T(softmax_block)(const float *s, uint32_t lo, uint32_t hi, float scale, float *m,
+                              float *l, void *p) {
   const float ninf = -__builtin_inff();
   v16 v[PDS_KEYS / PDS_LANES], top = v16_set1(ninf);
   for (uint32_t i = 0; i < PDS_KEYS / PDS_LANES; i++) {
@@ -141,7 +155,9 @@ static float T(softmax_block)(const float *s, uint32_t lo, uint32_t hi, float sc
   }
   const float block = v16_reduce_max(top);
   const float m_new = block > *m ? block : *m;
-  const float base = m_new == ninf ? 0 : m_new; /* all scores -Inf: exp(-Inf - 0) = 0, where -Inf + Inf would be NaN */
+  const float base =
+      m_new == ninf ? 0
+                    : m_new; /* all scores -Inf: exp(-Inf - 0) = 0, where -Inf + Inf would be NaN */
   T(elt) *out = p;
   v16 sum = v16_set1(0);
   for (uint32_t i = 0; i < PDS_KEYS / PDS_LANES; i++) {

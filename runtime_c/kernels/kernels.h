@@ -1,15 +1,19 @@
-/* kernels.h: the table of inner loops that one instruction-set path offers. Everything above it (ops_*.c) is the
- * same for all paths; everything below it (one file a path) knows no plan, no batch and no thread.
+/* kernels.h: the table of inner loops that one instruction-set path offers. Everything above it
+ * (ops_*.c) is the same for all paths; everything below it (one file a path) knows no plan, no
+ * batch and no thread.
  *
- * Names: "act" is the dtype of GEMM inputs and of the KV cache: fp32, or bf16 as uint16_t bits. Packed panels are
- * those of plan_desc.h: 16 output columns, 64-byte rows, one 32-bit word a column: a bf16 pair (k, k+1) or one fp32 k.
+ * Names: "act" is the dtype of GEMM inputs and of the KV cache: fp32, or bf16 as uint16_t bits.
+ * Packed panels are those of plan_desc.h: 16 output columns, 64-byte rows, one 32-bit word a
+ * column: a bf16 pair (k, k+1) or one fp32 k.
  *
  * Numbers, the same on every path up to the rounding of each operation:
- *   - a GEMM output is one chain of multiply-adds over k in ascending order, whatever the number of rows or columns
- *     of the call: so a row's result depends neither on the other rows nor on how the work was cut;
+ *   - a GEMM output is one chain of multiply-adds over k in ascending order, whatever the number
+ *     of rows or columns of the call: so a row's result depends neither on the other rows nor on
+ *     how the work was cut;
  *   - fp32 to bf16 rounds to nearest even; NaN stays a (quiet) NaN, overflow becomes Inf;
- *   - NaN and Inf propagate as in the formulas: silu(-Inf) = NaN, silu(Inf) = Inf, softmax over a row holding NaN or
- *     +Inf is NaN. avx512bf16 alone treats denormal bf16 inputs and denormal sums in GEMMs as zero (vdpbf16ps). */
+ *   - NaN and Inf propagate as in the formulas: silu(-Inf) = NaN, silu(Inf) = Inf, softmax over
+ *     a row holding NaN or +Inf is NaN. avx512bf16 alone treats denormal bf16 inputs and
+ *     denormal sums in GEMMs as zero (vdpbf16ps). */
 #ifndef PDS_KERNELS_H
 #define PDS_KERNELS_H
 
@@ -27,15 +31,16 @@ typedef enum pds_gemm_out {
   PDS_OUT_ACT = 2, /* y = act(x W^T (+ bias)); columns [cols, pad) become zero */
 } pds_gemm_out;
 
-/* y[rows, cols] from x[rows, k] and packed panels. In swiglu the panels alternate gate, up; `cols` counts columns of
- * y = act(silu(gate) * up), `out` is ignored (always PDS_OUT_ACT) and there is no bias. */
+/* y[rows, cols] from x[rows, k] and packed panels. In swiglu the panels alternate gate, up;
+ * `cols` counts columns of y = act(silu(gate) * up), `out` is ignored (always PDS_OUT_ACT) and
+ * there is no bias. */
 typedef struct pds_gemm {
   const void *x;          /* act [*, x_stride]; columns [k, k rounded to even) must be finite */
   size_t x_stride;        /* elements */
   const int32_t *x_index; /* row i reads row x_index[i] / x_div; NULL: row i */
   uint32_t x_div;
-  const void *w;          /* first panel, 64-byte aligned */
-  size_t panel_stride;    /* bytes from one panel to the next */
+  const void *w;       /* first panel, 64-byte aligned */
+  size_t panel_stride; /* bytes from one panel to the next */
   void *y;
   size_t y_stride;        /* elements of y's dtype */
   const int32_t *y_index; /* row i writes row y_index[i]; NULL: row i */
@@ -51,15 +56,16 @@ typedef struct pds_act_kernels {
   void (*swiglu)(const pds_gemm *g);
   /* y = act(x) for n elements. */
   void (*convert)(const float *x, void *y, uint32_t n);
-  /* One row of one key block of streaming softmax. s[lo..hi) of s[PDS_KEYS] are scores; m, l: running maximum of
-   * scale * s and sum of exponentials (-Inf and 0 at first). Writes p[PDS_KEYS]: act(exp(scale * s - m_new)), zero
-   * outside [lo, hi). Updates m and l; returns the factor exp(m_old - m_new) for what was accumulated before.
-   * -Inf scores weigh nothing. */
-  float (*softmax_block)(const float *s, uint32_t lo, uint32_t hi, float scale, float *m, float *l, void *p);
-  /* Transposes keys (panels of 16 tokens, k = dimension, key_stride bytes apart) into values (panels of 16 dimensions,
-   * k = token, PDS_KEYS * 64 / (4 / sizeof(act)) bytes apart): the first `dims` dimensions, rounded up to 16, of the
-   * first `tokens` tokens. Of the word rows it writes, tokens beyond `tokens` are zero. `keys` is readable up to
-   * `dims` rounded up to 32. */
+  /* One row of one key block of streaming softmax. s[lo..hi) of s[PDS_KEYS] are scores; m, l:
+   * running maximum of scale * s and sum of exponentials (-Inf and 0 at first). Writes
+   * p[PDS_KEYS]: act(exp(scale * s - m_new)), zero outside [lo, hi). Updates m and l; returns
+   * the factor exp(m_old - m_new) for what was accumulated before. -Inf scores weigh nothing. */
+  float (*softmax_block)(const float *s, uint32_t lo, uint32_t hi, float scale, float *m, float *l,
+                         void *p);
+  /* Transposes keys (panels of 16 tokens, k = dimension, key_stride bytes apart) into values
+   * (panels of 16 dimensions, k = token, PDS_KEYS * PDS_LANES elements apart): the first `dims`
+   * dimensions of the first `tokens` tokens. In the panels and word rows that it writes,
+   * dimensions and tokens beyond those are zero. */
   void (*key_to_value)(const void *keys, size_t key_stride, uint32_t dims, uint32_t tokens,
                        void *values);
 } pds_act_kernels;

@@ -1,5 +1,5 @@
-/* scalar.c: the kernels in plain C11, written for reading: the path of every CPU, and the twin that the other paths
- * are tested against. */
+/* scalar.c: the kernels in plain C11, written for reading: the path of every CPU, and the twin
+ * that the other paths are tested against. */
 #include <math.h>
 #include <string.h>
 
@@ -23,7 +23,9 @@ static uint16_t narrow(float x) {
   return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-static float silu(float x) { return x / (1.0f + expf(-x)); }
+static float silu(float x) {
+  return x / (1.0f + expf(-x));
+}
 
 /* sum[rows][16] = x W^T for one panel. */
 static void f32_panel(const float *const *x, uint32_t rows, uint32_t k_end, const void *panel,
@@ -56,8 +58,12 @@ static void bf16_panel(const uint16_t *const *x, uint32_t rows, uint32_t k_end, 
 
 typedef float f32_elt;
 typedef uint16_t bf16_elt;
-static float f32_round(float x) { return x; }
-static uint16_t bf16_round(float x) { return narrow(x); }
+static float f32_round(float x) {
+  return x;
+}
+static uint16_t bf16_round(float x) {
+  return narrow(x);
+}
 
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)

@@ -1,5 +1,5 @@
-/* scalar_act.h: the scalar kernels that depend on the act dtype. No include guard: scalar.c includes it with ACT f32
- * and with ACT bf16. */
+/* scalar_act.h: the scalar kernels that depend on the act dtype. No include guard: scalar.c
+ * includes it with ACT f32 and with ACT bf16. */
 
 /* Rows first.. of x that one pass takes: their pointers and their number. */
 static uint32_t T(rows)(const pds_gemm *g, uint32_t first, const T(elt) * *x) {
@@ -11,7 +11,9 @@ static uint32_t T(rows)(const pds_gemm *g, uint32_t first, const T(elt) * *x) {
   return rows;
 }
 
-static size_t T(y_row)(const pds_gemm *g, uint32_t i) { return (g->y_index ? (size_t)g->y_index[i] : i) * g->y_stride; }
+static size_t T(y_row)(const pds_gemm *g, uint32_t i) {
+  return (g->y_index ? (size_t)g->y_index[i] : i) * g->y_stride;
+}
 
 static void T(zero_pad)(const pds_gemm *g) {
   for (uint32_t i = 0; i < g->rows; i++) {
@@ -20,7 +22,7 @@ static void T(zero_pad)(const pds_gemm *g) {
 }
 
 static void T(gemm)(const pds_gemm *g) {
-  const T(elt) *x[ROWS] = {0};
+  const T(elt) * x[ROWS] = {0};
   float sum[ROWS][PDS_LANES];
   for (uint32_t col = 0; col < g->cols; col += PDS_LANES) {
     const unsigned char *panel = (const unsigned char *)g->w + (col / PDS_LANES) * g->panel_stride;
@@ -47,10 +49,11 @@ static void T(gemm)(const pds_gemm *g) {
 }
 
 static void T(swiglu)(const pds_gemm *g) {
-  const T(elt) *x[ROWS] = {0};
+  const T(elt) * x[ROWS] = {0};
   float gate[ROWS][PDS_LANES], up[ROWS][PDS_LANES];
   for (uint32_t col = 0; col < g->cols; col += PDS_LANES) {
-    const unsigned char *panel = (const unsigned char *)g->w + (col / PDS_LANES) * 2 * g->panel_stride;
+    const unsigned char *panel =
+        (const unsigned char *)g->w + (col / PDS_LANES) * 2 * g->panel_stride;
     const uint32_t n = g->cols - col < PDS_LANES ? g->cols - col : PDS_LANES;
     for (uint32_t first = 0; first < g->rows; first += ROWS) {
       const uint32_t rows = T(rows)(g, first, x);
@@ -69,10 +72,12 @@ static void T(convert)(const float *x, void *y, uint32_t n) {
   for (uint32_t i = 0; i < n; i++) ((T(elt) *)y)[i] = T(round)(x[i]);
 }
 
-static float T(softmax_block)(const float *s, uint32_t lo, uint32_t hi, float scale, float *m, float *l, void *p) {
+static float T(softmax_block)(const float *s, uint32_t lo, uint32_t hi, float scale, float *m,
+                              float *l, void *p) {
   float top = *m, sum = 0;
   for (uint32_t i = lo; i < hi; i++) top = s[i] * scale > top ? s[i] * scale : top;
-  const float base = top == -INFINITY ? 0 : top; /* all scores -Inf: exp(-Inf - 0) = 0, where -Inf + Inf is NaN */
+  const float base =
+      top == -INFINITY ? 0 : top; /* all scores -Inf: exp(-Inf - 0) = 0, where -Inf + Inf is NaN */
   const float factor = expf(*m - base);
   for (uint32_t i = 0; i < PDS_KEYS; i++) {
     const float e = i >= lo && i < hi ? expf(s[i] * scale - base) : 0;

@@ -1,5 +1,6 @@
-/* template.h: all kernels of one path, written once over the names of vec_*.h. A path's .c file includes its vec
- * header, defines PATH (the path's name) and includes this file, which defines pds_kernels_<PATH>(). */
+/* template.h: all kernels of one path, written once over the names of vec_*.h. A path's .c file
+ * includes its vec header, defines PATH (the path's name) and includes this file, which defines
+ * pds_kernels_<PATH>(). */
 #include "kernels.h"
 #include "key_to_value.h"
 
@@ -9,13 +10,14 @@
 #define STR(a) STR_(a)
 #define T(name) CAT(CAT(TILE_ACT, _), name)
 
-/* e^x within 2 ulp, denormal results included: x = n ln 2 + r, |r| <= ln 2 / 2, and e^r by its Taylor series to r^7,
- * whose remainder is below 2^-27. NaN stays NaN. */
+/* e^x within 2 ulp, denormal results included: x = n ln 2 + r, |r| <= ln 2 / 2, and e^r by its
+ * Taylor series to r^7, whose remainder is below 2^-27. NaN stays NaN. */
 PDS_INLINE v16 v16_exp(v16 x) {
-  x = v16_min(v16_set1(89.0f), x); /* e^89 > FLT_MAX */
+  x = v16_min(v16_set1(89.0f), x);   /* e^89 > FLT_MAX */
   x = v16_max(v16_set1(-105.0f), x); /* e^-105 rounds to 0 */
   v16 n = v16_round(v16_mul(x, v16_set1(1.44269504f)));
-  v16 r = v16_fma(n, v16_set1(-0.693145752f), x); /* ln 2 in two parts, the first with zeros for n's bits */
+  v16 r = v16_fma(n, v16_set1(-0.693145752f),
+                  x); /* ln 2 in two parts, the first with zeros for n's bits */
   r = v16_fma(n, v16_set1(-1.42860677e-6f), r);
   v16 p = v16_set1(1.0f / 5040);
   p = v16_fma(p, r, v16_set1(1.0f / 720));
@@ -37,8 +39,12 @@ PDS_INLINE v16 v16_silu(v16 x) {
 
 typedef float f32_elt;
 typedef uint16_t bf16_elt;
-PDS_INLINE void f32_store_n(float *p, v16 v, uint32_t n) { v16_store_n(p, v, n); }
-PDS_INLINE void bf16_store_n(uint16_t *p, v16 v, uint32_t n) { v16_store_bf16_n(p, v, n); }
+PDS_INLINE void f32_store_n(float *p, v16 v, uint32_t n) {
+  v16_store_n(p, v, n);
+}
+PDS_INLINE void bf16_store_n(uint16_t *p, v16 v, uint32_t n) {
+  v16_store_bf16_n(p, v, n);
+}
 
 #define TILE_ACT f32
 #include "tile.h"
@@ -52,7 +58,9 @@ PDS_INLINE void bf16_store_n(uint16_t *p, v16 v, uint32_t n) { v16_store_bf16_n(
 #undef TILE_ACT
 
 /* How many of the n elements from i on lie in one vector. */
-PDS_INLINE uint32_t lanes_at(uint32_t i, uint32_t n) { return n - i < PDS_LANES ? n - i : PDS_LANES; }
+PDS_INLINE uint32_t lanes_at(uint32_t i, uint32_t n) {
+  return n - i < PDS_LANES ? n - i : PDS_LANES;
+}
 
 static void rms_norm(const float *x, const float *w, uint32_t n, float eps, float *y) {
   v16 sum[2] = {v16_set1(0), v16_set1(0)};
@@ -99,7 +107,8 @@ static void sigmoid(float *x, uint32_t n) {
 static void axpy(float a, const float *x, float *y, uint32_t n) {
   for (uint32_t i = 0; i < n; i += PDS_LANES) {
     const uint32_t k = lanes_at(i, n);
-    v16_store_n(y + i, v16_add(v16_load_n(y + i, k), v16_mul(v16_set1(a), v16_load_n(x + i, k))), k);
+    v16_store_n(y + i, v16_add(v16_load_n(y + i, k), v16_mul(v16_set1(a), v16_load_n(x + i, k))),
+                k);
   }
 }
 

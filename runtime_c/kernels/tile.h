@@ -1,9 +1,12 @@
-/* tile.h: the one inner loop of every GEMM, instantiated by template.h. No include guard: TILE_ACT is f32 or bf16, T(x) is TILE_ACT_x.
- * A tile is `rows` rows of x times `panels` neighbouring panels of W; both are constants after inlining. */
-/* acc[rows][acc_stride] = x W^T. x[i]: `words` 32-bit words of row i. `ahead`: how far behind the current 64-byte row
- * of each panel to prefetch, in bytes, until the panel ends; then `jump` further on (the next group's panels). */
-PDS_INLINE void T(tile)(const unsigned char *const *x, const unsigned char *w, size_t panel_stride, uint32_t words,
-                        size_t jump, float *acc, size_t acc_stride, const int rows, const int panels) {
+/* tile.h: the one inner loop of every GEMM, instantiated by template.h. No include guard:
+ * TILE_ACT is f32 or bf16, T(x) is TILE_ACT_x. A tile is `rows` rows of x times `panels`
+ * neighbouring panels of W; both are constants after inlining. */
+/* acc[rows][acc_stride] = x W^T. x[i]: `words` 32-bit words of row i. `ahead`: how far behind
+ * the current 64-byte row of each panel to prefetch, in bytes, until the panel ends; then `jump`
+ * further on (the next group's panels). */
+PDS_INLINE void T(tile)(const unsigned char *const *x, const unsigned char *w, size_t panel_stride,
+                        uint32_t words, size_t jump, float *acc, size_t acc_stride, const int rows,
+                        const int panels) {
   enum { AHEAD_ROWS = 32 };
   v16 sum[TILE_ROWS][4];
   PDS_UNROLL
@@ -37,7 +40,8 @@ PDS_INLINE void T(tile)(const unsigned char *const *x, const unsigned char *w, s
         for (int i = 0; i < rows; i++) {
           CAT(x_, TILE_ACT) xr = CAT(CAT(x_, TILE_ACT), _load)(x[i] + (size_t)r * 4);
           PDS_UNROLL
-          for (int p = 0; p < panels; p++) sum[i][p] = CAT(v16_dot_, TILE_ACT)(sum[i][p], wr[p], xr);
+          for (int p = 0; p < panels; p++)
+            sum[i][p] = CAT(v16_dot_, TILE_ACT)(sum[i][p], wr[p], xr);
         }
       }
     }
@@ -48,6 +52,7 @@ PDS_INLINE void T(tile)(const unsigned char *const *x, const unsigned char *w, s
   PDS_UNROLL
   for (int i = 0; i < rows; i++) {
     PDS_UNROLL
-    for (int p = 0; p < panels; p++) v16_store(acc + (size_t)i * acc_stride + p * PDS_LANES, sum[i][p]);
+    for (int p = 0; p < panels; p++)
+      v16_store(acc + (size_t)i * acc_stride + p * PDS_LANES, sum[i][p]);
   }
 }

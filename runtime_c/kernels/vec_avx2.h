@@ -1,4 +1,5 @@
-/* vec_avx2.h: 16 fp32 lanes as two AVX2 registers (AVX2 FMA F16C). The same names exist in vec_avx512.h. */
+/* vec_avx2.h: 16 fp32 lanes as two AVX2 registers (AVX2 FMA F16C). The same names exist in
+ * vec_avx512.h. */
 #ifndef PDS_VEC_AVX2_H
 #define PDS_VEC_AVX2_H
 
@@ -10,8 +11,12 @@ typedef struct {
   __m256 a, b;
 } v16;
 
-PDS_INLINE v16 v16_set1(float x) { return (v16){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-PDS_INLINE v16 v16_load(const float *p) { return (v16){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+PDS_INLINE v16 v16_set1(float x) {
+  return (v16){_mm256_set1_ps(x), _mm256_set1_ps(x)};
+}
+PDS_INLINE v16 v16_load(const float *p) {
+  return (v16){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
 PDS_INLINE void v16_store(float *p, v16 v) {
   _mm256_storeu_ps(p, v.a);
   _mm256_storeu_ps(p + 8, v.b);
@@ -34,7 +39,8 @@ PDS_INLINE void v16_store_n(float *p, v16 v, uint32_t n) {
 }
 /* All ones in lanes below n, for the half that starts at lane `first`. */
 PDS_INLINE __m256 v16_below(uint32_t n, int first) {
-  __m256i lane = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first));
+  __m256i lane =
+      _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first));
   return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), lane));
 }
 /* Lanes [lo, hi) of v, `fill` elsewhere; 0 <= lo <= hi <= 16. */
@@ -45,16 +51,28 @@ PDS_INLINE v16 v16_range(v16 v, uint32_t lo, uint32_t hi, float fill) {
   return (v16){_mm256_blendv_ps(f, v.a, a), _mm256_blendv_ps(f, v.b, b)};
 }
 
-PDS_INLINE v16 v16_add(v16 x, v16 y) { return (v16){_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
-PDS_INLINE v16 v16_sub(v16 x, v16 y) { return (v16){_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
-PDS_INLINE v16 v16_mul(v16 x, v16 y) { return (v16){_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
-PDS_INLINE v16 v16_div(v16 x, v16 y) { return (v16){_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+PDS_INLINE v16 v16_add(v16 x, v16 y) {
+  return (v16){_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)};
+}
+PDS_INLINE v16 v16_sub(v16 x, v16 y) {
+  return (v16){_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)};
+}
+PDS_INLINE v16 v16_mul(v16 x, v16 y) {
+  return (v16){_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)};
+}
+PDS_INLINE v16 v16_div(v16 x, v16 y) {
+  return (v16){_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)};
+}
 PDS_INLINE v16 v16_fma(v16 x, v16 y, v16 z) {
   return (v16){_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
 /* max and min that give y where y is NaN. */
-PDS_INLINE v16 v16_max(v16 x, v16 y) { return (v16){_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
-PDS_INLINE v16 v16_min(v16 x, v16 y) { return (v16){_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+PDS_INLINE v16 v16_max(v16 x, v16 y) {
+  return (v16){_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)};
+}
+PDS_INLINE v16 v16_min(v16 x, v16 y) {
+  return (v16){_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)};
+}
 PDS_INLINE float v16_reduce_max(v16 v) {
   __m256 half = _mm256_max_ps(v.a, v.b);
   __m128 q = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
@@ -71,9 +89,11 @@ PDS_INLINE v16 v16_round(v16 v) {
   return (v16){_mm256_round_ps(v.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
                _mm256_round_ps(v.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-/* p * 2^n, n integral in -160..160: in two steps, each a normal power of two, so that results may be denormal or Inf. */
+/* p * 2^n, n integral in -160..160: in two steps, each a normal power of two, so that results
+ * may be denormal or Inf. */
 PDS_INLINE __m256 v16_scale2_half(__m256 p, __m256 n) {
-  __m256i i = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(i, 1), rest = _mm256_sub_epi32(i, first);
+  __m256i i = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(i, 1),
+          rest = _mm256_sub_epi32(i, first);
   __m256i bias = _mm256_set1_epi32(127);
   p = _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(first, bias), 23)));
   return _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
@@ -107,9 +127,13 @@ PDS_INLINE void v16_store_bf16_n(uint16_t *p, v16 v, uint32_t n) {
 
 /* One 64-byte row of a packed fp32 panel, and its multiply-add with a broadcast k of x. */
 typedef v16 w_f32;
-PDS_INLINE w_f32 w_f32_load(const void *p) { return v16_load(p); }
+PDS_INLINE w_f32 w_f32_load(const void *p) {
+  return v16_load(p);
+}
 typedef __m256 x_f32;
-PDS_INLINE x_f32 x_f32_load(const void *p) { return _mm256_broadcast_ss(p); }
+PDS_INLINE x_f32 x_f32_load(const void *p) {
+  return _mm256_broadcast_ss(p);
+}
 PDS_INLINE v16 v16_dot_f32(v16 acc, w_f32 w, x_f32 x) {
   return (v16){_mm256_fmadd_ps(w.a, x, acc.a), _mm256_fmadd_ps(w.b, x, acc.b)};
 }
@@ -129,7 +153,9 @@ PDS_INLINE w_bf16 w_bf16_load(const void *p) {
   const __m256i *row = p;
   return (w_bf16){v16_pair(_mm256_load_si256(row)), v16_pair(_mm256_load_si256(row + 1))};
 }
-PDS_INLINE x_bf16 x_bf16_load(const void *p) { return v16_pair(_mm256_set1_epi32(pds_load_word(p))); }
+PDS_INLINE x_bf16 x_bf16_load(const void *p) {
+  return v16_pair(_mm256_set1_epi32(pds_load_word(p)));
+}
 PDS_INLINE v16 v16_dot_bf16(v16 acc, w_bf16 w, x_bf16 x) {
   return (v16){_mm256_fmadd_ps(w.a.odd, x.odd, _mm256_fmadd_ps(w.a.even, x.even, acc.a)),
                _mm256_fmadd_ps(w.b.odd, x.odd, _mm256_fmadd_ps(w.b.even, x.even, acc.b))};

@@ -14,8 +14,9 @@ static inline void *pds_worker_scratch(const pds_step_ctx *ctx, uint32_t worker)
   return ctx->thread_scratch + (size_t)worker * ctx->plan->thread_scratch_bytes;
 }
 
-/* One parallel job of `count` GEMMs that share k, cols and pad. The matrices of W follow each other w->stride apart;
- * `select` adapts `gemm` (that of matrix 0) to matrix i: it may change x, y, w, rows and the indices. */
+/* One parallel job of `count` GEMMs that share k, cols and pad. The matrices of W follow each
+ * other w->stride apart; `select` adapts `gemm` (that of matrix 0) to matrix i: it may change x,
+ * y, w, rows and the indices. */
 typedef struct pds_gemm_job pds_gemm_job;
 struct pds_gemm_job {
   pds_gemm gemm;
@@ -23,20 +24,22 @@ struct pds_gemm_job {
   uint32_t count;
   uint32_t swiglu;
   void (*select)(const pds_gemm_job *job, uint32_t i, pds_gemm *gemm); /* NULL: count is 1 */
-  const void *arg, *arg2; /* of select */
-  size_t x_step, y_step;  /* of select */
+  const void *arg, *arg2;                                              /* of select */
+  size_t x_step, y_step;                                               /* of select */
   /* set by pds_run_gemms */
   void (*fn)(const pds_gemm *);
   uint32_t y_bytes, blocks, part_blocks, parts, part_rows, row_parts;
 };
 
-/* A job of one GEMM: y[rows, cols] = x W^T, cols = w->n (swiglu: see there), k and panels from w. */
-pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride, void *y,
-                         size_t y_stride, uint32_t rows, pds_gemm_out out);
+/* A job of one GEMM: y[rows, cols] = x W^T, cols = w->n (swiglu: see there), k and panels from
+ * w. */
+pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride,
+                         void *y, size_t y_stride, uint32_t rows, pds_gemm_out out);
 
-/* The same of a SwiGLU: y = act(silu(gate) * up), `inter` columns, zero up to the next multiple of 32. */
-pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x, size_t x_stride, void *y,
-                           size_t y_stride, uint32_t rows);
+/* The same of a SwiGLU: y = act(silu(gate) * up), `inter` columns, zero up to the next multiple
+ * of 32. */
+pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x, size_t x_stride,
+                           void *y, size_t y_stride, uint32_t rows);
 
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job);
 

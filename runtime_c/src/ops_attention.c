@@ -1,9 +1,11 @@
-/* ops_attention.c: attention over the block cache, for grouped-query attention (GQA) and multi-head latent attention
- * (MLA, absorbed: queries go into the latent space, so that the cached latent is key and value at once).
+/* ops_attention.c: attention over the block cache, for grouped-query attention (GQA) and
+ * multi-head latent attention (MLA, absorbed: queries go into the latent space, so that the
+ * cached latent is key and value at once).
  *
- * Stages, each a parallel job: projections; rows (norms, rope, cache append); attention; merge of the context's
- * parts; output projection. Attention walks the cache block by block with the streaming softmax, so no score matrix
- * is ever whole. A step of few rows cuts the context into parts of pds_plan.kv_split tokens, by position alone. */
+ * Stages, each a parallel job: projections; rows (norms, rope, cache append); attention; merge
+ * of the context's parts; output projection. Attention walks the cache block by block with the
+ * streaming softmax, so no score matrix is ever whole. A step of few rows cuts the context into
+ * parts of pds_plan.kv_split tokens, by position alone. */
 #include <math.h>
 #include <string.h>
 
@@ -16,10 +18,10 @@ typedef struct attn_job {
   pds_step_ctx *ctx;
   const pds_attention *a;
   const pds_act_kernels *act;
-  uint32_t elt;              /* bytes of act */
-  uint32_t kv_heads, group;  /* group: query heads of one KV head */
+  uint32_t elt;             /* bytes of act */
+  uint32_t kv_heads, group; /* group: query heads of one KV head */
   uint32_t key_dims, value_dims;
-  uint32_t q_stride;         /* elements of one head's query */
+  uint32_t q_stride; /* elements of one head's query */
   size_t key_panel, value_panel, key_bytes, head_bytes, layer_offset;
   uint32_t head_tile, head_tiles, row_tile, row_tiles;
   uint32_t split_tokens, splits; /* splits 1 and split_tokens UINT32_MAX: the context is not cut */
@@ -51,7 +53,8 @@ void pds_op_rope_table(pds_step_ctx *ctx) {
   for (uint32_t l = 0; l < ctx->plan->n_layers; l++) {
     const pds_rope *rope = &layers[l].attn.rope;
     uint32_t earlier = l;
-    while (earlier > 0 && layers[earlier - 1].attn.rope.table_offset != rope->table_offset) earlier--;
+    while (earlier > 0 && layers[earlier - 1].attn.rope.table_offset != rope->table_offset)
+      earlier--;
     if (earlier > 0 || rope->dim == 0) continue;
     rope_job job = {.ctx = ctx, .rope = rope};
     pds_run_rows(ctx, rope_row, &job, ctx->rows, 4);
@@ -60,7 +63,8 @@ void pds_op_rope_table(pds_step_ctx *ctx) {
 
 /* ---- the cache ---- */
 
-/* The keys of KV head h in the block that holds token t of the sequence; its values follow key_bytes on. */
+/* The keys of KV head h in the block that holds token t of the sequence; its values follow
+ * key_bytes on. */
 static unsigned char *block_of(const attn_job *job, int32_t seq, uint32_t t, uint32_t h) {
   const pds_step_ctx *ctx = job->ctx;
   const size_t block = ctx->table[(size_t)seq * ctx->table_stride + t / PDS_KEYS];
@@ -68,7 +72,8 @@ static unsigned char *block_of(const attn_job *job, int32_t seq, uint32_t t, uin
 }
 
 /* Stores the key of token t (key_dims floats): one 32-bit word of each row of its panel. */
-static void append_key(const attn_job *job, unsigned char *block, uint32_t t, const float *key, void *temp) {
+static void append_key(const attn_job *job, unsigned char *block, uint32_t t, const float *key,
+                       void *temp) {
   const uint32_t lane = t % PDS_KEYS;
   uint32_t *word = (uint32_t *)(block + lane / PDS_LANES * job->key_panel) + lane % PDS_LANES;
   const uint32_t bytes = job->key_dims * job->elt, words = (bytes + 3) / 4;
@@ -78,10 +83,10 @@ static void append_key(const attn_job *job, unsigned char *block, uint32_t t, co
   for (uint32_t i = 0; i < words; i++) word[(size_t)i * PDS_LANES] = packed[i];
 }
 
-/* Stores the value of token t (value_dims floats). bf16: two tokens share a word, and its other half is made zero if
- * no row of this step will write it. */
-static void append_value(const attn_job *job, unsigned char *values, uint32_t t, const float *value, int last,
-                         void *temp) {
+/* Stores the value of token t (value_dims floats). bf16: two tokens share a word, and its other
+ * half is made zero if no row of this step will write it. */
+static void append_value(const attn_job *job, unsigned char *values, uint32_t t, const float *value,
+                         int last, void *temp) {
   const uint32_t k = t % PDS_KEYS, n = job->value_dims;
   job->act->convert(value, temp, n);
   if (job->elt == 4) {
@@ -118,7 +123,8 @@ static void clamp(float *x, uint32_t n, float limit) {
 }
 
 /* q or k of all heads: norms, clamp, rope. */
-static void finish_heads(const attn_job *job, uint32_t row, float *x, uint32_t heads, const pds_tensor *norm) {
+static void finish_heads(const attn_job *job, uint32_t row, float *x, uint32_t heads,
+                         const pds_tensor *norm) {
   const pds_attention *a = job->a;
   const uint32_t dim = a->qk_dim;
   if (a->qk_norm == PDS_QK_FULL) {
@@ -152,9 +158,11 @@ static void gqa_row(void *arg, uint32_t row, uint32_t worker) {
   finish_heads(job, row, k, a->kv_heads, &a->k_norm);
   if (a->clip > 0) clamp(v, a->kv_heads * a->v_dim, a->clip);
 
-  unsigned char *out = (unsigned char *)pds_buf(ctx, PDS_BUF_Q) + (size_t)row * a->heads * job->q_stride * job->elt;
+  unsigned char *out =
+      (unsigned char *)pds_buf(ctx, PDS_BUF_Q) + (size_t)row * a->heads * job->q_stride * job->elt;
   for (uint32_t h = 0; h < a->heads; h++) {
-    convert_padded(job, q + h * a->qk_dim, out + (size_t)h * job->q_stride * job->elt, a->qk_dim, job->q_stride);
+    convert_padded(job, q + h * a->qk_dim, out + (size_t)h * job->q_stride * job->elt, a->qk_dim,
+                   job->q_stride);
   }
   const uint32_t t = (uint32_t)ctx->position[row];
   const int last = is_last_of_sequence(ctx, row);
@@ -174,27 +182,32 @@ static void mla_q_a_row(void *arg, uint32_t row, uint32_t worker) {
   const uint32_t stride = pds_ceil(a->q_lora, 32);
   float *q_a = (float *)pds_buf(ctx, PDS_BUF_QKV) + (size_t)row * pds_ceil(a->in_proj.n, PDS_LANES);
   ctx->kernels->rms_norm(q_a, pds_weight(ctx, &a->q_norm, 0), a->q_lora, a->norm_eps, q_a);
-  convert_padded(job, q_a, (unsigned char *)pds_buf(ctx, PDS_BUF_QACT) + (size_t)row * stride * job->elt, a->q_lora,
-                 stride);
+  convert_padded(job, q_a,
+                 (unsigned char *)pds_buf(ctx, PDS_BUF_QACT) + (size_t)row * stride * job->elt,
+                 a->q_lora, stride);
 }
 
 static void mla_row(void *arg, uint32_t row, uint32_t worker) {
   const attn_job *job = arg;
   const pds_attention *a = job->a;
   pds_step_ctx *ctx = job->ctx;
-  const uint32_t rope_dim = a->rope.dim, nope_stride = pds_ceil(a->nope_dim, 32), q_dim = a->heads * a->qk_dim;
+  const uint32_t rope_dim = a->rope.dim, nope_stride = pds_ceil(a->nope_dim, 32),
+                 q_dim = a->heads * a->qk_dim;
   float *in = (float *)pds_buf(ctx, PDS_BUF_QKV) + (size_t)row * pds_ceil(a->in_proj.n, PDS_LANES);
   float *latent = in + (a->q_lora ? a->q_lora : q_dim); /* its rotated part follows */
-  float *q = a->q_lora ? (float *)pds_buf(ctx, PDS_BUF_QB) + (size_t)row * pds_ceil(q_dim, PDS_LANES) : in;
+  float *q =
+      a->q_lora ? (float *)pds_buf(ctx, PDS_BUF_QB) + (size_t)row * pds_ceil(q_dim, PDS_LANES) : in;
   const float *table = pds_rope_row(ctx, &a->rope, row);
   void *temp = pds_worker_scratch(ctx, worker);
 
   for (uint32_t h = 0; h < a->heads; h++, q += a->qk_dim) {
     const size_t head = (size_t)row * a->heads + h;
-    convert_padded(job, q, (unsigned char *)pds_buf(ctx, PDS_BUF_QHEAD) + head * nope_stride * job->elt, a->nope_dim,
-                   nope_stride);
+    convert_padded(job, q,
+                   (unsigned char *)pds_buf(ctx, PDS_BUF_QHEAD) + head * nope_stride * job->elt,
+                   a->nope_dim, nope_stride);
     pds_rope_apply(&a->rope, table, q + a->nope_dim);
-    unsigned char *out = (unsigned char *)pds_buf(ctx, PDS_BUF_Q) + (head * job->q_stride + a->kv_lora) * job->elt;
+    unsigned char *out =
+        (unsigned char *)pds_buf(ctx, PDS_BUF_Q) + (head * job->q_stride + a->kv_lora) * job->elt;
     convert_padded(job, q + a->nope_dim, out, rope_dim, job->q_stride - a->kv_lora);
   }
   ctx->kernels->rms_norm(latent, pds_weight(ctx, &a->k_norm, 0), a->kv_lora, a->norm_eps, latent);
@@ -206,9 +219,12 @@ static void mla_row(void *arg, uint32_t row, uint32_t worker) {
 /* ---- attention ---- */
 
 /* First key that the query at position p sees. */
-static uint32_t first_key(const pds_attention *a, uint32_t p) { return a->window && p + 1 > a->window ? p + 1 - a->window : 0; }
+static uint32_t first_key(const pds_attention *a, uint32_t p) {
+  return a->window && p + 1 > a->window ? p + 1 - a->window : 0;
+}
 
-/* One query tile: rows that continue each other in one sequence, times neighbouring heads of one KV head. */
+/* One query tile: rows that continue each other in one sequence, times neighbouring heads of one
+ * KV head. */
 typedef struct query_tile {
   uint32_t row, rows, head, heads, kv_head;
 } query_tile;
@@ -228,14 +244,16 @@ static tile_state tile_begin(const attn_job *job, const query_tile *tile, uint32
   for (uint32_t i = 0; i < pairs; i++) {
     st.s->max[i] = -INFINITY;
     st.s->sum[i] = 0;
-    st.q_index[i] = (int32_t)((tile->row + i / tile->heads) * job->a->heads + tile->head + i % tile->heads);
+    st.q_index[i] =
+        (int32_t)((tile->row + i / tile->heads) * job->a->heads + tile->head + i % tile->heads);
   }
   memset(st.out, 0, (size_t)pairs * dims * sizeof(float));
   return st;
 }
 
 /* Adds the keys and values of the block that starts at token `begin`; `tokens` of them exist. */
-static void tile_block(const attn_job *job, const query_tile *tile, tile_state *st, uint32_t begin, uint32_t tokens) {
+static void tile_block(const attn_job *job, const query_tile *tile, tile_state *st, uint32_t begin,
+                       uint32_t tokens) {
   const pds_step_ctx *ctx = job->ctx;
   const uint32_t dims = pds_ceil(job->value_dims, PDS_LANES), pairs = tile->rows * tile->heads;
   const unsigned char *keys = block_of(job, ctx->seq[tile->row], begin, tile->kv_head);
@@ -256,12 +274,14 @@ static void tile_block(const attn_job *job, const query_tile *tile, tile_state *
 
   unsigned char *probs = (unsigned char *)st->s->probs;
   for (uint32_t i = 0; i < pairs; i++) {
-    const uint32_t p = (uint32_t)ctx->position[tile->row + i / tile->heads], seen = first_key(job->a, p);
+    const uint32_t p = (uint32_t)ctx->position[tile->row + i / tile->heads],
+                   seen = first_key(job->a, p);
     uint32_t lo = seen > begin ? seen - begin : 0, hi = p + 1 > begin ? p + 1 - begin : 0;
     if (hi > tokens) hi = tokens;
     if (lo > hi) lo = hi;
-    const float factor = job->act->softmax_block(st->s->scores[i], lo, hi, job->a->scale, &st->s->max[i],
-                                                 &st->s->sum[i], probs + (size_t)i * PDS_KEYS * job->elt);
+    const float factor =
+        job->act->softmax_block(st->s->scores[i], lo, hi, job->a->scale, &st->s->max[i],
+                                &st->s->sum[i], probs + (size_t)i * PDS_KEYS * job->elt);
     if (factor != 1) ctx->kernels->scale(factor, st->out + (size_t)i * dims, dims);
   }
 
@@ -284,20 +304,23 @@ static void tile_block(const attn_job *job, const query_tile *tile, tile_state *
   job->act->gemm(&o);
 }
 
-/* Writes a finished output (value_dims floats, already divided by the sum) to where o_proj or uv reads it. */
+/* Writes a finished output (value_dims floats, already divided by the sum) to where o_proj or uv
+ * reads it. */
 static void store_head(const attn_job *job, uint32_t row, uint32_t head, const float *out) {
   const pds_attention *a = job->a;
   pds_step_ctx *ctx = job->ctx;
   if (a->kind == PDS_MLA) {
     const uint32_t stride = pds_ceil(a->kv_lora, 32);
     const size_t at = ((size_t)row * a->heads + head) * stride;
-    convert_padded(job, out, (unsigned char *)pds_buf(ctx, PDS_BUF_CTXACT) + at * job->elt, a->kv_lora, stride);
+    convert_padded(job, out, (unsigned char *)pds_buf(ctx, PDS_BUF_CTXACT) + at * job->elt,
+                   a->kv_lora, stride);
     return;
   }
   const uint32_t used = a->heads * a->v_dim, stride = pds_ceil(used, 32);
   const size_t at = (size_t)row * stride + head * a->v_dim;
   const uint32_t pad = head + 1 == a->heads ? stride - used : 0;
-  convert_padded(job, out, (unsigned char *)pds_buf(ctx, PDS_BUF_OACT) + at * job->elt, a->v_dim, a->v_dim + pad);
+  convert_padded(job, out, (unsigned char *)pds_buf(ctx, PDS_BUF_OACT) + at * job->elt, a->v_dim,
+                 a->v_dim + pad);
 }
 
 /* Where part `split` of a (row, head) keeps its maximum, sum and output. */
@@ -305,7 +328,8 @@ static float *partial_of(const attn_job *job, uint32_t row, uint32_t head, uint3
   const pds_plan *plan = job->ctx->plan;
   const uint32_t all = (plan->max_context + plan->kv_split - 1) / plan->kv_split;
   const size_t floats = pds_ceil(job->value_dims, PDS_LANES) + PARTIAL_HEAD;
-  return (float *)pds_buf(job->ctx, PDS_BUF_PARTIAL) + (((size_t)row * job->a->heads + head) * all + split) * floats;
+  return (float *)pds_buf(job->ctx, PDS_BUF_PARTIAL) +
+         (((size_t)row * job->a->heads + head) * all + split) * floats;
 }
 
 static void tile_end(const attn_job *job, const query_tile *tile, tile_state *st, uint32_t split) {
@@ -327,7 +351,8 @@ static void tile_end(const attn_job *job, const query_tile *tile, tile_state *st
 
 static void run_tile(const attn_job *job, const query_tile *tile, uint32_t split, uint32_t worker) {
   const int32_t *position = job->ctx->position + tile->row;
-  uint32_t begin = first_key(job->a, (uint32_t)position[0]), end = (uint32_t)position[tile->rows - 1] + 1;
+  uint32_t begin = first_key(job->a, (uint32_t)position[0]),
+           end = (uint32_t)position[tile->rows - 1] + 1;
   if (job->split_tokens != UINT32_MAX) {
     const uint64_t from = (uint64_t)split * job->split_tokens, to = from + job->split_tokens;
     if (from >= end || to <= begin) return;
@@ -341,7 +366,8 @@ static void run_tile(const attn_job *job, const query_tile *tile, uint32_t split
   tile_end(job, tile, &st, split);
 }
 
-/* Item: (row tile, KV head, head tile, split). Within a row tile, each run of rows of one sequence is a query tile. */
+/* Item: (row tile, KV head, head tile, split). Within a row tile, each run of rows of one
+ * sequence is a query tile. */
 static void attend_item(void *arg, uint32_t item, uint32_t worker) {
   const attn_job *job = arg;
   const pds_step_ctx *ctx = job->ctx;
@@ -353,7 +379,8 @@ static void attend_item(void *arg, uint32_t item, uint32_t worker) {
   const uint32_t last = ctx->rows - first < job->row_tile ? ctx->rows : first + job->row_tile;
   const uint32_t head = head_tile * job->head_tile;
   query_tile tile = {.head = kv_head * job->group + head,
-                     .heads = job->group - head < job->head_tile ? job->group - head : job->head_tile,
+                     .heads =
+                         job->group - head < job->head_tile ? job->group - head : job->head_tile,
                      .kv_head = kv_head};
   for (uint32_t row = first; row < last; row += tile.rows) {
     tile.row = row;
@@ -393,10 +420,11 @@ static void select_head(const pds_gemm_job *job, uint32_t i, pds_gemm *g) {
   g->y = (unsigned char *)g->y + i * job->y_step;
 }
 
-static void run_heads(const attn_job *job, const pds_tensor *w, const void *x, uint32_t x_head, void *y,
-                      size_t y_stride, uint32_t y_head) {
+static void run_heads(const attn_job *job, const pds_tensor *w, const void *x, uint32_t x_head,
+                      void *y, size_t y_stride, uint32_t y_head) {
   const uint32_t heads = job->a->heads;
-  pds_gemm_job gemm = pds_gemm_of(job->ctx, w, x, (size_t)heads * x_head, y, y_stride, job->ctx->rows, PDS_OUT_ACT);
+  pds_gemm_job gemm =
+      pds_gemm_of(job->ctx, w, x, (size_t)heads * x_head, y, y_stride, job->ctx->rows, PDS_OUT_ACT);
   gemm.count = heads;
   gemm.select = select_head;
   gemm.x_step = (size_t)x_head * job->elt;
@@ -415,14 +443,14 @@ static void mla_queries(attn_job *job) {
   const pds_attention *a = job->a;
   if (a->q_lora) {
     pds_run_rows(ctx, mla_q_a_row, job, ctx->rows, FEW_ROWS);
-    pds_gemm_job q_b = pds_gemm_of(ctx, &a->q_b, pds_buf(ctx, PDS_BUF_QACT), pds_ceil(a->q_lora, 32),
-                                   pds_buf(ctx, PDS_BUF_QB), pds_ceil(a->heads * a->qk_dim, PDS_LANES), ctx->rows,
-                                   PDS_OUT_F32);
+    pds_gemm_job q_b = pds_gemm_of(
+        ctx, &a->q_b, pds_buf(ctx, PDS_BUF_QACT), pds_ceil(a->q_lora, 32), pds_buf(ctx, PDS_BUF_QB),
+        pds_ceil(a->heads * a->qk_dim, PDS_LANES), ctx->rows, PDS_OUT_F32);
     pds_run_gemms(ctx, &q_b);
   }
   pds_run_rows(ctx, mla_row, job, ctx->rows, FEW_ROWS);
-  run_heads(job, &a->uk, pds_buf(ctx, PDS_BUF_QHEAD), pds_ceil(a->nope_dim, 32), pds_buf(ctx, PDS_BUF_Q),
-            (size_t)a->heads * job->q_stride, job->q_stride);
+  run_heads(job, &a->uk, pds_buf(ctx, PDS_BUF_QHEAD), pds_ceil(a->nope_dim, 32),
+            pds_buf(ctx, PDS_BUF_Q), (size_t)a->heads * job->q_stride, job->q_stride);
 }
 
 static attn_job job_of(pds_step_ctx *ctx, uint32_t layer) {
@@ -460,11 +488,13 @@ static attn_job job_of(pds_step_ctx *ctx, uint32_t layer) {
 void pds_op_attention(pds_step_ctx *ctx, uint32_t layer) {
   attn_job job = job_of(ctx, layer);
   const pds_attention *a = job.a;
-  const uint32_t hidden = pds_ceil(ctx->plan->hidden, 32), o_used = a->heads * a->v_dim, o_stride = pds_ceil(o_used, 32);
+  const uint32_t hidden = pds_ceil(ctx->plan->hidden, 32), o_used = a->heads * a->v_dim,
+                 o_stride = pds_ceil(o_used, 32);
   unsigned char *o_act = pds_buf(ctx, PDS_BUF_OACT);
 
-  pds_gemm_job in = pds_gemm_of(ctx, &a->in_proj, pds_buf(ctx, PDS_BUF_XACT), hidden, pds_buf(ctx, PDS_BUF_QKV),
-                                pds_ceil(a->in_proj.n, PDS_LANES), ctx->rows, PDS_OUT_F32);
+  pds_gemm_job in =
+      pds_gemm_of(ctx, &a->in_proj, pds_buf(ctx, PDS_BUF_XACT), hidden, pds_buf(ctx, PDS_BUF_QKV),
+                  pds_ceil(a->in_proj.n, PDS_LANES), ctx->rows, PDS_OUT_F32);
   if (a->in_bias.dtype != PDS_NONE) in.gemm.bias = pds_weight(ctx, &a->in_bias, 0);
   pds_run_gemms(ctx, &in);
   if (a->kind == PDS_MLA) {
@@ -473,15 +503,17 @@ void pds_op_attention(pds_step_ctx *ctx, uint32_t layer) {
     pds_run_rows(ctx, gqa_row, &job, ctx->rows, FEW_ROWS);
   }
 
-  pds_run_rows(ctx, attend_item, &job, job.row_tiles * job.kv_heads * job.head_tiles * job.splits, 1);
+  pds_run_rows(ctx, attend_item, &job, job.row_tiles * job.kv_heads * job.head_tiles * job.splits,
+               1);
   if (job.split_tokens != UINT32_MAX) pds_run_rows(ctx, merge_item, &job, ctx->rows * a->heads, 64);
   if (a->kind == PDS_MLA) {
-    run_heads(&job, &a->uv, pds_buf(ctx, PDS_BUF_CTXACT), pds_ceil(a->kv_lora, 32), o_act, o_stride, a->v_dim);
+    run_heads(&job, &a->uv, pds_buf(ctx, PDS_BUF_CTXACT), pds_ceil(a->kv_lora, 32), o_act, o_stride,
+              a->v_dim);
     zero_columns(&job, o_act, o_used, o_stride);
   }
 
-  pds_gemm_job o = pds_gemm_of(ctx, &a->o_proj, o_act, o_stride, pds_buf(ctx, PDS_BUF_HID), hidden, ctx->rows,
-                               PDS_OUT_ADD);
+  pds_gemm_job o = pds_gemm_of(ctx, &a->o_proj, o_act, o_stride, pds_buf(ctx, PDS_BUF_HID), hidden,
+                               ctx->rows, PDS_OUT_ADD);
   if (a->o_bias.dtype != PDS_NONE) o.gemm.bias = pds_weight(ctx, &a->o_bias, 0);
   pds_run_gemms(ctx, &o);
 }

@@ -1,4 +1,5 @@
-/* ops_dense.c: the operators of every layer but attention and experts: embed, norm, dense and shared MLP, lm_head. */
+/* ops_dense.c: the operators of every layer but attention and experts: embed, norm, dense and
+ * shared MLP, lm_head. */
 #include <string.h>
 
 #include "ops.h"
@@ -6,7 +7,9 @@
 /* Below these many rows a row-wise operator is cheaper in the caller than as a parallel job. */
 enum { FEW_ROWS = 2 };
 
-static uint32_t hidden_stride(const pds_step_ctx *ctx) { return pds_ceil(ctx->plan->hidden, 32); }
+static uint32_t hidden_stride(const pds_step_ctx *ctx) {
+  return pds_ceil(ctx->plan->hidden, 32);
+}
 
 /* Token t is column t of the packed matrix: lane t % 16 of every 64-byte row of panel t / 16. */
 static void embed_row(void *arg, uint32_t row, uint32_t worker) {
@@ -15,8 +18,8 @@ static void embed_row(void *arg, uint32_t row, uint32_t worker) {
   const pds_tensor *e = &ctx->plan->embed;
   const uint32_t token = (uint32_t)ctx->token[row], stride = hidden_stride(ctx);
   const size_t panel = (size_t)pds_ceil(e->k, 32) * PDS_LANES * (e->dtype == PDS_BF16 ? 2 : 4);
-  const unsigned char *lane =
-      (const unsigned char *)pds_weight(ctx, e, 0) + token / PDS_LANES * panel + token % PDS_LANES * 4;
+  const unsigned char *lane = (const unsigned char *)pds_weight(ctx, e, 0) +
+                              token / PDS_LANES * panel + token % PDS_LANES * 4;
   float *y = (float *)pds_buf(ctx, PDS_BUF_HID) + (size_t)row * stride;
   for (uint32_t k = 0; k < e->k; k++) {
     uint32_t bits;
@@ -31,7 +34,9 @@ static void embed_row(void *arg, uint32_t row, uint32_t worker) {
   memset(y + e->k, 0, (stride - e->k) * sizeof *y);
 }
 
-void pds_op_embed(pds_step_ctx *ctx) { pds_run_rows(ctx, embed_row, ctx, ctx->rows, FEW_ROWS); }
+void pds_op_embed(pds_step_ctx *ctx) {
+  pds_run_rows(ctx, embed_row, ctx, ctx->rows, FEW_ROWS);
+}
 
 typedef struct norm_job {
   pds_step_ctx *ctx;
@@ -44,13 +49,16 @@ static void norm_row(void *arg, uint32_t row, uint32_t worker) {
   (void)worker;
   const norm_job *job = arg;
   pds_step_ctx *ctx = job->ctx;
-  const uint32_t n = ctx->plan->hidden, stride = hidden_stride(ctx), src = job->rows ? job->rows[row] : row;
+  const uint32_t n = ctx->plan->hidden, stride = hidden_stride(ctx),
+                 src = job->rows ? job->rows[row] : row;
   const float *x = (const float *)pds_buf(ctx, PDS_BUF_HID) + (size_t)src * stride;
   float *xn = (float *)pds_buf(ctx, PDS_BUF_XN) + (size_t)row * stride;
   ctx->kernels->rms_norm(x, job->weight, n, job->eps, xn);
   memset(xn + n, 0, (stride - n) * sizeof *xn);
-  pds_act(ctx)->convert(
-      xn, (unsigned char *)pds_buf(ctx, PDS_BUF_XACT) + (size_t)row * stride * pds_act_bytes(ctx->plan), stride);
+  pds_act(ctx)->convert(xn,
+                        (unsigned char *)pds_buf(ctx, PDS_BUF_XACT) +
+                            (size_t)row * stride * pds_act_bytes(ctx->plan),
+                        stride);
 }
 
 void pds_op_norm(pds_step_ctx *ctx, uint32_t layer, pds_norm_site site) {
@@ -71,10 +79,12 @@ void pds_op_norm(pds_step_ctx *ctx, uint32_t layer, pds_norm_site site) {
 }
 
 /* y (+)= down(silu(gate x) * up x) through `mid`. */
-static void mlp(pds_step_ctx *ctx, const pds_mlp *m, pds_buffer mid, pds_buffer y, pds_gemm_out out) {
+static void mlp(pds_step_ctx *ctx, const pds_mlp *m, pds_buffer mid, pds_buffer y,
+                pds_gemm_out out) {
   const uint32_t stride = hidden_stride(ctx), mid_stride = pds_ceil(m->inter, 32);
   void *between = pds_buf(ctx, mid);
-  pds_gemm_job job = pds_swiglu_of(ctx, m, pds_buf(ctx, PDS_BUF_XACT), stride, between, mid_stride, ctx->rows);
+  pds_gemm_job job =
+      pds_swiglu_of(ctx, m, pds_buf(ctx, PDS_BUF_XACT), stride, between, mid_stride, ctx->rows);
   pds_run_gemms(ctx, &job);
   job = pds_gemm_of(ctx, &m->down, between, mid_stride, pds_buf(ctx, y), stride, ctx->rows, out);
   pds_run_gemms(ctx, &job);
@@ -91,7 +101,8 @@ void pds_op_shared_expert(pds_step_ctx *ctx, uint32_t layer) {
 void pds_op_lm_head(pds_step_ctx *ctx) {
   const pds_plan *plan = ctx->plan;
   if (!ctx->n_logits) return;
-  pds_gemm_job job = pds_gemm_of(ctx, &plan->lm_head, pds_buf(ctx, PDS_BUF_XACT), hidden_stride(ctx),
-                                 pds_buf(ctx, PDS_BUF_LOGITS), plan->vocab, ctx->n_logits, PDS_OUT_F32);
+  pds_gemm_job job =
+      pds_gemm_of(ctx, &plan->lm_head, pds_buf(ctx, PDS_BUF_XACT), hidden_stride(ctx),
+                  pds_buf(ctx, PDS_BUF_LOGITS), plan->vocab, ctx->n_logits, PDS_OUT_F32);
   pds_run_gemms(ctx, &job);
 }

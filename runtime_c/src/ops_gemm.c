@@ -1,5 +1,6 @@
-/* ops_gemm.c: GEMMs as parallel jobs. An item is a range of W's panels times a range of x's rows; kernels.h promises
- * that no result depends on how the ranges are chosen, so they may depend on the number of workers. */
+/* ops_gemm.c: GEMMs as parallel jobs. An item is a range of W's panels times a range of x's
+ * rows; kernels.h promises that no result depends on how the ranges are chosen, so they may
+ * depend on the number of workers. */
 #include "ops.h"
 
 /* Weight bytes of one item: long enough to stream at full bandwidth, short enough to balance. */
@@ -9,8 +10,8 @@ static size_t panel_bytes(const pds_tensor *w) {
   return (size_t)pds_ceil(w->k, 32) * PDS_LANES * (w->dtype == PDS_BF16 ? 2 : 4);
 }
 
-static pds_gemm_job make(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride, void *y,
-                         size_t y_stride, uint32_t rows) {
+static pds_gemm_job make(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride,
+                         void *y, size_t y_stride, uint32_t rows) {
   return (pds_gemm_job){
       .gemm = {.x = x,
                .x_stride = x_stride,
@@ -26,8 +27,8 @@ static pds_gemm_job make(pds_step_ctx *ctx, const pds_tensor *w, const void *x, 
   };
 }
 
-pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride, void *y,
-                         size_t y_stride, uint32_t rows, pds_gemm_out out) {
+pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride,
+                         void *y, size_t y_stride, uint32_t rows, pds_gemm_out out) {
   pds_gemm_job job = make(ctx, w, x, x_stride, y, y_stride, rows);
   const pds_kernels *k = ctx->kernels;
   job.gemm.cols = w->n;
@@ -37,8 +38,8 @@ pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, 
   return job;
 }
 
-pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x, size_t x_stride, void *y,
-                           size_t y_stride, uint32_t rows) {
+pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x, size_t x_stride,
+                           void *y, size_t y_stride, uint32_t rows) {
   const pds_tensor *w = &mlp->gate_up;
   pds_gemm_job job = make(ctx, w, x, x_stride, y, y_stride, rows);
   const pds_kernels *k = ctx->kernels;

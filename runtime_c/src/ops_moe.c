@@ -1,4 +1,5 @@
-/* ops_moe.c: the routed half of a MoE layer: gate, recompile (CPU-only policy), experts, combine. */
+/* ops_moe.c: the routed half of a MoE layer: gate, recompile (CPU-only policy), experts,
+ * combine. */
 #include <math.h>
 #include <string.h>
 
@@ -13,9 +14,12 @@ typedef struct layer_job {
 } layer_job;
 
 /* torch's order: NaN is the greatest value. */
-static int above(float a, float b) { return a > b || (isnan(a) && !isnan(b)); }
+static int above(float a, float b) {
+  return a > b || (isnan(a) && !isnan(b));
+}
 
-/* Index of the greatest of x[0..n) that is not used; the lowest index wins a tie. One at least must be unused. */
+/* Index of the greatest of x[0..n) that is not used; the lowest index wins a tie. One at least
+ * must be unused. */
 static uint32_t best_unused(const float *x, const uint8_t *used, uint32_t n) {
   uint32_t best = n;
   for (uint32_t i = 0; i < n; i++) {
@@ -38,10 +42,13 @@ static float group_score(const pds_gate *gate, const float *choice, uint32_t n) 
   return gate->group_score == PDS_GROUP_TOP2 ? first + second : first;
 }
 
-/* Group-limited routing: experts outside the best top_groups groups cannot be chosen (-Inf), or score 0. */
-static void mask_groups(const pds_gate *gate, float *scores, float *choice, float *groups, uint8_t *used) {
+/* Group-limited routing: experts outside the best top_groups groups cannot be chosen (-Inf), or
+ * score 0. */
+static void mask_groups(const pds_gate *gate, float *scores, float *choice, float *groups,
+                        uint8_t *used) {
   const uint32_t size = gate->experts / gate->groups;
-  for (uint32_t g = 0; g < gate->groups; g++) groups[g] = group_score(gate, choice + g * size, size);
+  for (uint32_t g = 0; g < gate->groups; g++)
+    groups[g] = group_score(gate, choice + g * size, size);
   memset(used, 0, gate->groups);
   for (uint32_t i = 0; i < gate->top_groups; i++) used[best_unused(groups, used, gate->groups)] = 1;
   for (uint32_t g = 0; g < gate->groups; g++) {
@@ -93,15 +100,15 @@ static void route_row(void *arg, uint32_t row, uint32_t worker) {
 void pds_op_gate(pds_step_ctx *ctx, uint32_t layer) {
   layer_job job = {.ctx = ctx, .layer = &ctx->plan->layers[layer]};
   const pds_gate *gate = &job.layer->gate;
-  pds_gemm_job gemm =
-      pds_gemm_of(ctx, &gate->weight, pds_buf(ctx, PDS_BUF_XN), pds_ceil(ctx->plan->hidden, 32),
-                  pds_buf(ctx, PDS_BUF_GATE), pds_ceil(gate->experts, PDS_LANES), ctx->rows, PDS_OUT_F32);
+  pds_gemm_job gemm = pds_gemm_of(ctx, &gate->weight, pds_buf(ctx, PDS_BUF_XN),
+                                  pds_ceil(ctx->plan->hidden, 32), pds_buf(ctx, PDS_BUF_GATE),
+                                  pds_ceil(gate->experts, PDS_LANES), ctx->rows, PDS_OUT_F32);
   pds_run_gemms(ctx, &gemm);
   pds_run_rows(ctx, route_row, &job, ctx->rows, FEW_ROWS);
 }
 
-/* Counting sort of all (row, rank) by expert, stable; then one hole for each expert that has rows. The hole table
- * has room for every expert of the layer, so the counts live in it. */
+/* Counting sort of all (row, rank) by expert, stable; then one hole for each expert that has
+ * rows. The hole table has room for every expert of the layer, so the counts live in it. */
 void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer) {
   const pds_gate *gate = &ctx->plan->layers[layer].gate;
   const int32_t *id = pds_buf(ctx, PDS_BUF_ROUTE_ID);
@@ -120,7 +127,8 @@ void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer) {
   uint32_t bound = 0;
   for (uint32_t e = 0; e < gate->experts; e++) {
     const pds_hole h = hole[e];
-    if (h.rows) hole[bound++] = (pds_hole){.expert = h.expert, .first = h.first - h.rows, .rows = h.rows};
+    if (h.rows)
+      hole[bound++] = (pds_hole){.expert = h.expert, .first = h.first - h.rows, .rows = h.rows};
   }
   ctx->n_cpu_holes = bound;
 }
@@ -144,13 +152,15 @@ static void select_down(const pds_gemm_job *job, uint32_t i, pds_gemm *g) {
 
 void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uint32_t n_holes) {
   const pds_layer *l = &ctx->plan->layers[layer];
-  const uint32_t stride = pds_ceil(ctx->plan->hidden, 32), mid_stride = pds_ceil(l->experts.inter, 32);
+  const uint32_t stride = pds_ceil(ctx->plan->hidden, 32),
+                 mid_stride = pds_ceil(l->experts.inter, 32);
   const size_t mid_bytes = (size_t)mid_stride * pds_act_bytes(ctx->plan);
   const void *rows = pds_buf(ctx, PDS_BUF_EXPERT_ROWS);
   void *mid = pds_buf(ctx, PDS_BUF_MID);
   if (!n_holes) return;
 
-  pds_gemm_job job = pds_swiglu_of(ctx, &l->experts, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, 0);
+  pds_gemm_job job =
+      pds_swiglu_of(ctx, &l->experts, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, 0);
   job.gemm.x_div = l->gate.top_k;
   job.count = n_holes;
   job.select = select_gate_up;
@@ -159,7 +169,8 @@ void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uin
   job.y_step = mid_bytes;
   pds_run_gemms(ctx, &job);
 
-  job = pds_gemm_of(ctx, &l->experts.down, mid, mid_stride, pds_buf(ctx, PDS_BUF_EXPERT_OUT), stride, 0, PDS_OUT_F32);
+  job = pds_gemm_of(ctx, &l->experts.down, mid, mid_stride, pds_buf(ctx, PDS_BUF_EXPERT_OUT),
+                    stride, 0, PDS_OUT_F32);
   job.count = n_holes;
   job.select = select_down;
   job.arg = holes;
@@ -178,7 +189,8 @@ static void combine_row(void *arg, uint32_t row, uint32_t worker) {
   const float *weight = (const float *)pds_buf(ctx, PDS_BUF_ROUTE_W) + (size_t)row * k;
   for (uint32_t r = 0; r < k; r++) ctx->kernels->axpy(weight[r], out + (size_t)r * stride, hid, n);
   if (job->shared) {
-    ctx->kernels->axpy(1, (const float *)pds_buf(ctx, PDS_BUF_SHARED_OUT) + (size_t)row * stride, hid, n);
+    ctx->kernels->axpy(1, (const float *)pds_buf(ctx, PDS_BUF_SHARED_OUT) + (size_t)row * stride,
+                       hid, n);
   }
 }
 

@@ -1,10 +1,12 @@
-/* ops_rope.h: rotary position embedding. The table of a rope is [rows][cos, sin][dim / 2] in PDS_BUF_ROPE. */
+/* ops_rope.h: rotary position embedding. The table of a rope is [rows][cos, sin][dim / 2] in
+ * PDS_BUF_ROPE. */
 #ifndef PDS_OPS_ROPE_H
 #define PDS_OPS_ROPE_H
 
 #include "ops.h"
 
-static inline const float *pds_rope_row(const pds_step_ctx *ctx, const pds_rope *rope, uint32_t row) {
+static inline const float *pds_rope_row(const pds_step_ctx *ctx, const pds_rope *rope,
+                                        uint32_t row) {
   return (const float *)((const unsigned char *)pds_buf(ctx, PDS_BUF_ROPE) + rope->table_offset) +
          (size_t)row * rope->dim;
 }
