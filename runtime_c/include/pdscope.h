@@ -137,7 +137,7 @@ typedef struct pds_tap_event {
   uint8_t opcode;
   uint8_t arg;
   uint32_t rows;
-  uint32_t cols;         /* of data */
+  uint32_t cols;         /* of data; hidden rows are padded with zeros to a multiple of 32 */
   const float *data;     /* norm, attention, mlp, combine, embed: the residual or normed rows [rows, cols]; gate: routing weights [rows, top_k] */
   const int32_t *ids;    /* gate: expert ids [rows, top_k]; else NULL */
 } pds_tap_event;

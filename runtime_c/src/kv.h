@@ -14,10 +14,9 @@
 
 typedef struct pds_kv {
   const pds_plan *plan;
-  uint32_t max_seqs,
-      seq_blocks; /* table is [max_seqs][seq_blocks] of block indices or PDS_NO_BLOCK */
+  uint32_t max_seqs, seq_blocks;
   uint32_t blocks, n_free;
-  uint32_t *table;
+  uint32_t *table;     /* [max_seqs][seq_blocks] block indices or PDS_NO_BLOCK */
   uint32_t *length;    /* [max_seqs] committed tokens */
   uint32_t *pending;   /* [max_seqs] tokens of the running step; 0 between steps */
   uint32_t *refs;      /* [blocks] sequences that hold the block */

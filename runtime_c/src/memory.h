@@ -1,8 +1,8 @@
 /* memory.h: how much memory an engine and a session take, to the byte.
  *
- * The runtime takes anonymous memory by mmap alone, through pds_map_anon(), in exactly these pieces;
- * compiler/passes/plan_memory.py mirrors the formulas, and a test with an interposed allocator
- * compares them.
+ * The runtime takes anonymous memory by mmap alone, through pds_map_anon(), in exactly these
+ * pieces; compiler/passes/plan_memory.py mirrors the formulas, and a test with an interposed
+ * allocator compares them.
  *
  *   r64(x) = x rounded up to 64      grain(x) = x rounded up to PDS_GRAIN
  *

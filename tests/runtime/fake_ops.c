@@ -1,8 +1,9 @@
 /* fake_ops.c: operators with results that a test can foretell. Attention writes each token into its
  * KV cell and sums over all cells of the sequence up to its own, so that a wrong block, length or
  * position shows in the logits:
- *   logits[0] = token; logits[1 + layer] = sum over p <= position of (p + 1) * (token[p] + 1 + 1000 * layer),
- *   logits[3] = experts' part, fake_expert_sum(token); logits[4] = layers with an MLP. */
+ *   logits[0] = token,
+ *   logits[1 + layer] = sum over p <= position of (p + 1) * (token[p] + 1 + 1000 * layer),
+ *   logits[3] = the shared and the routed experts' part; logits[4] = layers with an MLP. */
 #include <string.h>
 
 #include "fake_plan.h"
