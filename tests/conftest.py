@@ -12,6 +12,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--run-verify", action="store_true", help="run the tests marked `verify` too (an hour)"
     )
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the golden files, then compare"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
