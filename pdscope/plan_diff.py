@@ -64,7 +64,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
         items = list(value.items())
     elif isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
-        items = [(_label(v, i), v) for i, v in enumerate(value)]
+        items = [_labelled(v, i) for i, v in enumerate(value)]
     else:
         return {prefix: value}
     flat: dict[str, Any] = {}
@@ -73,8 +73,11 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _label(item: dict[str, Any], index: int) -> str:
-    return str(item.get("name") or item.get("file") or index)
+def _labelled(item: dict[str, Any], index: int) -> tuple[str, dict[str, Any]]:
+    for key in ("name", "file"):
+        if key in item:
+            return str(item[key]), {k: v for k, v in item.items() if k != key}
+    return str(index), item
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> tuple[Change, ...]:

@@ -126,6 +126,8 @@ def main(
         raise click.UsageError("Give --prompt, --chat, or a prompt on standard input.")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
+    if trace_file is not None and not trace_file.absolute().parent.is_dir():
+        raise InputError(f"--trace {trace_file}: there is no folder {trace_file.absolute().parent}")
     text = "" if conversation else _read_prompt(prompt)
     options["stop"] = list(options["stop"])
 
