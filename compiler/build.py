@@ -62,7 +62,7 @@ INSTALL_HINT = (
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C compiler command. `identity` is what it says of itself, and part of every cache key."""
+    """A C compiler command. `identity`: what it says of itself, and its options; part of cache keys."""
 
     command: tuple[str, ...]
     identity: str
@@ -157,9 +157,9 @@ def _identify(command: tuple[str, ...], arch: str) -> Compiler | None:
         if done.returncode != 0:
             return None
         texts.append(done.stdout.strip())
-    # Where the compiler is installed says nothing about what it makes.
+    # Where the compiler is installed says nothing about what it makes; its options do.
     lines = [s for s in "\n".join(texts).splitlines() if not s.startswith("InstalledDir")]
-    return Compiler(command, "\n".join(lines), zig)
+    return Compiler(command, "\n".join([*lines, shlex.join(command[1:])]), zig)
 
 
 def build_library(
@@ -264,9 +264,7 @@ def _digest_headers() -> bytes:
 def _object(unit: _Unit, compiler: Compiler, headers: bytes, store: Path) -> tuple[Path, bool]:
     """The unit's object file in the cache, and whether it was there already."""
     flags = (*COMMON_FLAGS, *(("-fno-sanitize=all",) if compiler.zig else ()), *unit.flags)
-    digest = hashlib.sha256()
-    for part in (compiler.identity, "\0".join(compiler.command[1:] if compiler.zig else ())):
-        digest.update(part.encode() + b"\1")
+    digest = hashlib.sha256(compiler.identity.encode() + b"\1")
     digest.update("\0".join((unit.source, *flags)).encode() + b"\1" + headers)
     digest.update(unit.content)
     path = store / f"{digest.hexdigest()}.o"

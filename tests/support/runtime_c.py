@@ -22,7 +22,7 @@ MAX_ROWS, EXPERTS, TOP_K, WEIGHT_BYTES = 40, 4, 2, 131072
 
 WARNINGS = ("-Werror", "-UNDEBUG", "-g")
 # -O1: half the time to compile, and half the time to run.
-ASAN = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+ASAN = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 TSAN = ("-O1", "-fsanitize=thread")
 
 

@@ -153,7 +153,9 @@ def test_compiler_named_by_the_user_is_split_like_a_shell_would(
     if found.zig:
         pytest.skip("no system compiler")
     monkeypatch.setenv("PDSCOPE_CC", f"{found.command[0]} -g0")
-    assert build.find_compiler().command == (found.command[0], "-g0")
+    asked = build.find_compiler()
+    assert asked.command == (found.command[0], "-g0")
+    assert asked.identity != found.identity  # its objects are others in the cache
 
 
 def test_compiler_error_is_shown(tmp_path: Path) -> None:
