@@ -4,6 +4,7 @@ import random
 import struct
 import zlib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -136,6 +137,25 @@ def test_the_executor_finds_races() -> None:
         # V3 and V11 are often masked: tickets order slots, and few scenarios give up one in use
         share = 0.5 if rule in ("V9", "V13") else 0.1
         assert shown[rule] >= share * tried[rule], (rule, shown, tried)
+
+
+def test_tickets_deadlock_without_v16() -> None:
+    """The refused golden program of V16 does hang when queues run in order; the accepted one never
+    does."""
+    folder = Path(__file__).resolve().parents[1] / "golden" / "programs"
+
+    def hangs(stem: str) -> int:
+        [p] = parse_programs((folder / f"{stem}.plan").read_text(encoding="utf-8"))
+        count = 0
+        for scenario in range(30):
+            try:
+                run(p, scenario, scenario, queues=True)
+            except Deadlock:
+                count += 1
+        return count
+
+    assert hangs("v16_refused") > 0
+    assert hangs("v16_accepted") == 0
 
 
 # --- bytes ---
