@@ -1,7 +1,8 @@
-"""The attention operator against transformers' own attention modules, for every family, path and dtype.
+"""The attention operator against transformers' own modules, for every family, path and dtype.
 
-Holds of the issue: cached decode agrees with one prefill; prefill split anywhere; lengths around every block edge;
-sequences batched together agree with each alone; sliding window -1, 0, +1; bit-identical over thread counts.
+Holds of the issue: cached decode agrees with one prefill; prefill split anywhere; lengths around
+every block edge; sequences batched together agree with each alone; sliding window -1, 0, +1;
+bit-identical over thread counts.
 """
 
 from typing import Any
@@ -12,8 +13,13 @@ import torch
 from support import cc
 from support.operators import Model, Step, ceil
 from support.packing import bf16_bits, bf16_value
-
-from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 from transformers.models.mixtral import modeling_mixtral as mixtral
@@ -26,15 +32,23 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 128,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
 }  # fmt: skip
-MLA = {"kv_lora_rank": 48, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "num_attention_heads": 6}
+MLA = {
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "num_attention_heads": 6,
+}
 
 CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "mixtral": (MixtralConfig, mixtral.MixtralAttention, mixtral.MixtralRotaryEmbedding,
                 {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24}),
     "mixtral_window": (MixtralConfig, mixtral.MixtralAttention, mixtral.MixtralRotaryEmbedding,
-                       {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 18, "sliding_window": 50}),
+                       {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 18,
+                        "sliding_window": 50}),
     "qwen3": (Qwen3MoeConfig, qwen3.Qwen3MoeAttention, qwen3.Qwen3MoeRotaryEmbedding,
-              {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 32, "attention_bias": True}),
+              {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 32,
+               "attention_bias": True}),
     "olmoe": (OlmoeConfig, olmoe.OlmoeAttention, olmoe.OlmoeRotaryEmbedding,
               {"num_attention_heads": 4, "num_key_value_heads": 4, "clip_qkv": 0.9}),
     "deepseek_v2": (DeepseekV2Config, v2.DeepseekV2Attention, v2.DeepseekV2RotaryEmbedding,
@@ -44,16 +58,20 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "deepseek_v3": (DeepseekV3Config, v3.DeepseekV3Attention, v3.DeepseekV3RotaryEmbedding,
                     {**MLA, "q_lora_rank": 24, "num_key_value_heads": 6}),
     "many_heads": (DeepseekV3Config, v3.DeepseekV3Attention, v3.DeepseekV3RotaryEmbedding,
-                   {**MLA, "q_lora_rank": None, "num_attention_heads": 70, "num_key_value_heads": 70}),
+                   {**MLA, "q_lora_rank": None, "num_attention_heads": 70,
+                    "num_key_value_heads": 70}),
 }  # fmt: skip
 
 
 class Reference:
-    """A transformers attention module with random weights, rounded to bf16 if `act` says so, computing in fp64."""
+    """A transformers attention module with random weights, rounded to bf16 if `act` says so, that
+    computes in fp64."""
 
     def __init__(self, case: str, act: str, **more: Any) -> None:
         config_class, attention, rotary, options = CASES[case]
-        self.config = config_class(hidden_size=HIDDEN, max_position_embeddings=4096, **{**options, **more})
+        self.config = config_class(
+            hidden_size=HIDDEN, max_position_embeddings=4096, **{**options, **more}
+        )
         self.config._attn_implementation = "eager"
         torch.manual_seed(5)
         self.rotary = rotary(self.config)
@@ -61,7 +79,11 @@ class Reference:
         self.window = getattr(self.config, "sliding_window", None) if "mixtral" in case else None
         with torch.no_grad():
             for name, w in self.module.named_parameters():
-                w.copy_(1 + 0.2 * torch.randn_like(w) if "norm" in name else torch.randn_like(w) / w.shape[-1] ** 0.5)
+                w.copy_(
+                    1 + 0.2 * torch.randn_like(w)
+                    if "norm" in name
+                    else torch.randn_like(w) / w.shape[-1] ** 0.5
+                )
                 if act == "bf16" and w.ndim == 2:
                     w.copy_(torch.from_numpy(bf16_value(bf16_bits(w.numpy()))))
         self.weights = {n: w.detach().numpy().copy() for n, w in self.module.named_parameters()}
@@ -69,7 +91,9 @@ class Reference:
     def __call__(self, x: np.ndarray) -> np.ndarray:
         n = len(x)
         i = torch.arange(n)
-        seen = (i[:, None] >= i[None]) & ((i[:, None] - i[None] < self.window) if self.window else True)
+        seen = (i[:, None] >= i[None]) & (
+            (i[:, None] - i[None] < self.window) if self.window else True
+        )
         mask = torch.where(seen, 0.0, -torch.inf)[None, None].double()
         rope = self.rotary(torch.zeros(1, n, HIDDEN), i[None])
         with torch.no_grad():
@@ -101,7 +125,11 @@ class Reference:
         else:
             a.kv_heads = c.num_key_value_heads
             a.qk_dim = a.v_dim = self.module.head_dim
-            a.norm_eps, a.window, a.clip = c.rms_norm_eps, self.window or 0, getattr(c, "clip_qkv", None) or 0
+            a.norm_eps, a.window, a.clip = (
+                c.rms_norm_eps,
+                self.window or 0,
+                getattr(c, "clip_qkv", None) or 0,
+            )
             parts = [w[f"{x}_proj.weight"] for x in "qkv"]
             m.matrix(a.in_proj, np.concatenate(parts))
             if "q_norm.weight" in w:
@@ -116,7 +144,9 @@ class Reference:
         return m
 
 
-def attend(step: Step, x: np.ndarray, position: list[int], seq: list[int] | None = None) -> np.ndarray:
+def attend(
+    step: Step, x: np.ndarray, position: list[int], seq: list[int] | None = None
+) -> np.ndarray:
     """One step's output: the residual starts at zero."""
     step.batch(position, seq)
     step.set_inputs(x)
@@ -206,7 +236,8 @@ def test_bits_do_not_depend_on_threads_or_order(case: str, act: str, path: str) 
 
 @pytest.mark.parametrize("case", ["mixtral", "deepseek_v3"])
 def test_truncated_tokens_leave_no_trace(case: str) -> None:
-    """A sequence cut back inside a block, whose later tokens were NaN, continues as if they had never been."""
+    """A sequence cut back inside a block, whose later tokens were NaN, continues as if they had
+    never been."""
     reference = Reference(case, "bf16")
     x = inputs(70, "bf16")
     clean, dirty = (Step(reference.plan("bf16"), "scalar") for _ in range(2))
@@ -219,11 +250,14 @@ def test_truncated_tokens_leave_no_trace(case: str) -> None:
 
 
 def test_rope_tables_of_different_layers() -> None:
-    """Two ropes of one plan do not overwrite each other; angles are rounded to fp32 as transformers does."""
+    """Two ropes of one plan do not overwrite each other; angles are rounded to fp32 as
+    transformers does."""
     m = Model("f32", HIDDEN, layers=3)
     freqs = [1e4 ** -(np.arange(4) / 4), 5e5 ** -(np.arange(8) / 8), 1e4 ** -(np.arange(4) / 4)]
     second = ceil(4 * m.plan.max_rows * 8, 64)
-    for layer, (freq, scale, offset) in enumerate(zip(freqs, (1.0, 1.5, 1.0), (0, second, 0), strict=True)):
+    for layer, (freq, scale, offset) in enumerate(
+        zip(freqs, (1.0, 1.5, 1.0), (0, second, 0), strict=True)
+    ):
         m.layers[layer].attn.heads = 1
         m.rope(m.layers[layer].attn.rope, freq, scale, False, offset)
     step = Step(m, "scalar")
@@ -232,7 +266,12 @@ def test_rope_tables_of_different_layers() -> None:
     step.call("rope_table")
     for freq, scale, offset in zip(freqs[:2], (1.0, 1.5), (0, second), strict=True):
         angle = np.float32(positions)[:, None] * np.float32(freq)
-        want = np.stack([np.cos(angle.astype(np.float64)), np.sin(angle.astype(np.float64))], 1) * scale
+        want = (
+            np.stack([np.cos(angle.astype(np.float64)), np.sin(angle.astype(np.float64))], 1)
+            * scale
+        )
         n = len(freq)
-        got = step.buffer("ROPE")[offset // 4 : offset // 4 + len(positions) * 2 * n].reshape(-1, 2, n)
+        got = step.buffer("ROPE")[offset // 4 : offset // 4 + len(positions) * 2 * n].reshape(
+            -1, 2, n
+        )
         np.testing.assert_allclose(got, want, atol=2e-7)

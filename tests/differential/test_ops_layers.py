@@ -1,7 +1,8 @@
 """Every operator but attention against torch or transformers, for every path and dtype.
 
-Holds of the issue: rows per expert exactly 0, 1, 2, 3, 7, 8, 9; 1 to 384 experts, top-1 to top-8; group-limited routing
-with a correction bias and masked scores of 0 or -Inf; experts that get no row; bit-identical over thread counts.
+Holds of the issue: rows per expert exactly 0, 1, 2, 3, 7, 8, 9; 1 to 384 experts, top-1 to top-8;
+group-limited routing with a correction bias and masked scores of 0 or -Inf; experts that get no
+row; bit-identical over thread counts.
 """
 
 from typing import Any
@@ -12,8 +13,13 @@ import torch
 from support import cc
 from support.operators import Model, Step, ceil, ffi
 from support.packing import bf16_bits, bf16_value
-
-from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -42,7 +48,9 @@ def normal(seed: int, *shape: int, scale: float = 1.0, act: str = "f32") -> np.n
     return rounded(np.random.default_rng(seed).standard_normal(shape) * scale, act)
 
 
-def close(got: np.ndarray, want: np.ndarray, act: str, f32: float = 1e-5, bf16: float = 1e-2) -> None:
+def close(
+    got: np.ndarray, want: np.ndarray, act: str, f32: float = 1e-5, bf16: float = 1e-2
+) -> None:
     error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-30)
     assert error <= (f32 if act == "f32" else bf16), error
 
@@ -64,7 +72,10 @@ def router(kind: str, experts: int, top_k: int, **more: Any) -> tuple[Any, dict[
         normalise = kind in ("mixtral", "qwen3_norm")
         if kind != "mixtral":
             options["norm_topk_prob"] = normalise
-        return router_class(config_class(hidden_size=hidden, **options)), {"score": SOFTMAX, "normalise": normalise}
+        return router_class(config_class(hidden_size=hidden, **options)), {
+            "score": SOFTMAX,
+            "normalise": normalise,
+        }
     options = {"hidden_size": hidden, "num_experts_per_tok": top_k, "routed_scaling_factor": 2.5}
     options |= {"num_attention_heads": 4, "n_group": 1, "topk_group": 1, **more}
     groups, chosen = more.get("n_group", 1), more.get("topk_group", 1)
@@ -76,7 +87,9 @@ def router(kind: str, experts: int, top_k: int, **more: Any) -> tuple[Any, dict[
         )
         grouped = {"group_score": MAX, "mask_zero": 1} if groups > 1 else {}
         return module, {"score": SOFTMAX, **shared, **grouped}
-    module = DeepseekV3TopkRouter(DeepseekV3Config(n_routed_experts=experts, norm_topk_prob=True, **options))
+    module = DeepseekV3TopkRouter(
+        DeepseekV3Config(n_routed_experts=experts, norm_topk_prob=True, **options)
+    )
     grouped = {"group_score": TOP2} if groups > 1 else {}
     return module, {"score": SIGMOID, "normalise": 1, "norm_eps": 1e-20, **shared, **grouped}
 
@@ -87,13 +100,17 @@ GATES = [
     ("deepseek_v2", 64, 6, {}), ("deepseek_v2", 16, 6, {"n_group": 8, "topk_group": 3}),
     ("deepseek_v2", 12, 6, {"n_group": 4, "topk_group": 1}),
     ("deepseek_v3", 64, 6, {}), ("deepseek_v3", 384, 8, {}),
-    ("deepseek_v3", 256, 8, {"n_group": 8, "topk_group": 4}), ("deepseek_v3", 24, 5, {"n_group": 6, "topk_group": 2}),
+    ("deepseek_v3", 256, 8, {"n_group": 8, "topk_group": 4}),
+    ("deepseek_v3", 24, 5, {"n_group": 6, "topk_group": 2}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "experts", "top_k", "more"), GATES)
-def test_gate_equals_transformers(kind: str, experts: int, top_k: int, more: dict[str, int], path: str) -> None:
-    """Ids and weights, each row in descending order of the score that chooses; rows around the parallel switch."""
+def test_gate_equals_transformers(
+    kind: str, experts: int, top_k: int, more: dict[str, int], path: str
+) -> None:
+    """Ids and weights, each row in descending order of the score that chooses; rows around the
+    parallel switch."""
     torch.manual_seed(experts)
     module, fields = router(kind, experts, top_k, **more)
     with torch.no_grad():
@@ -107,7 +124,9 @@ def test_gate_equals_transformers(kind: str, experts: int, top_k: int, more: dic
         setattr(gate, name, value)
     model.matrix(gate.weight, module.weight.detach().numpy(), "f32")
     if kind == "deepseek_v3":
-        module.e_score_correction_bias.copy_(torch.from_numpy(bias))  # negative scores must stay choosable
+        module.e_score_correction_bias.copy_(
+            torch.from_numpy(bias)
+        )  # negative scores must stay choosable
         model.vector(gate.bias, bias)
     x = normal(2, 90, 40)
     with torch.no_grad():
@@ -121,8 +140,12 @@ def test_gate_equals_transformers(kind: str, experts: int, top_k: int, more: dic
         got = step.rows("ROUTE_W", top_k)
         want_ids, want = ids[:n].numpy(), weights[:n].numpy()
         order, want_order = np.argsort(got_ids, 1), np.argsort(want_ids, 1)
-        same = (np.take_along_axis(got_ids, order, 1) == np.take_along_axis(want_ids, want_order, 1)).all(1)
-        if kind == "deepseek_v2" and more.get("topk_group") == 1:  # the rest are chosen among ties at zero
+        same = (
+            np.take_along_axis(got_ids, order, 1) == np.take_along_axis(want_ids, want_order, 1)
+        ).all(1)
+        if (
+            kind == "deepseek_v2" and more.get("topk_group") == 1
+        ):  # the rest are chosen among ties at zero
             same[:] = True
             chosen = np.sort(got, 1)
             np.testing.assert_allclose(chosen, np.sort(want, 1), rtol=1e-5, atol=1e-7)
@@ -153,7 +176,9 @@ def test_gate_breaks_ties_by_index_and_survives_nan(path: str) -> None:
 # --- experts --------------------------------------------------------------------------------
 
 
-def moe_model(act: str, experts: int, top_k: int, hidden: int, inter: int, shared: int = 0) -> tuple[Model, Any]:
+def moe_model(
+    act: str, experts: int, top_k: int, hidden: int, inter: int, shared: int = 0
+) -> tuple[Model, Any]:
     model = Model(act, hidden)
     layer = model.layers[0]
     layer.moe = 1
@@ -166,7 +191,10 @@ def moe_model(act: str, experts: int, top_k: int, hidden: int, inter: int, share
     model.mlp(layer.experts, *w)
     s = []
     if shared:
-        s = [normal(14, shared, hidden, scale=0.1, act=act), normal(15, shared, hidden, scale=0.1, act=act)]
+        s = [
+            normal(14, shared, hidden, scale=0.1, act=act),
+            normal(15, shared, hidden, scale=0.1, act=act),
+        ]
         s.append(normal(16, hidden, shared, scale=0.1, act=act))
         model.mlp(layer.shared, *s)
     return model, (w, s)
@@ -178,7 +206,9 @@ def mlp64(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> 
     return np.asarray((g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T)
 
 
-def run_moe(step: Step, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, hidden: int, shared: bool) -> np.ndarray:
+def run_moe(
+    step: Step, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, hidden: int, shared: bool
+) -> np.ndarray:
     """recompile, experts, shared expert, combine onto a residual of ones."""
     n, k = ids.shape
     step.batch(list(range(n)))
@@ -195,7 +225,9 @@ def run_moe(step: Step, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, hid
     return hid[:, :hidden].copy()
 
 
-def routes(rng: np.random.Generator, rows: int, experts: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+def routes(
+    rng: np.random.Generator, rows: int, experts: int, top_k: int
+) -> tuple[np.ndarray, np.ndarray]:
     ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(rows)]).astype(np.int32)
     return ids, rng.random((rows, top_k)).astype(np.float32)
 
@@ -203,7 +235,13 @@ def routes(rng: np.random.Generator, rows: int, experts: int, top_k: int) -> tup
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize(
     ("experts", "top_k", "hidden", "inter", "shared"),
-    [(8, 2, 64, 96, 0), (60, 4, 72, 40, 88), (384, 8, 32, 33, 0), (1, 1, 96, 17, 31), (7, 7, 33, 16, 0)],
+    [
+        (8, 2, 64, 96, 0),
+        (60, 4, 72, 40, 88),
+        (384, 8, 32, 33, 0),
+        (1, 1, 96, 17, 31),
+        (7, 7, 33, 16, 0),
+    ],
 )
 def test_experts_equal_numpy(
     experts: int, top_k: int, hidden: int, inter: int, shared: int, act: str, path: str
@@ -226,7 +264,7 @@ def test_experts_equal_numpy(
 
 @pytest.mark.parametrize("act", ACTS)
 def test_rows_per_expert(act: str, path: str) -> None:
-    """Expert e gets exactly COUNTS[e] rows; the rest of each row's choices go to one more expert."""
+    """Expert e gets exactly counts[e] rows; each row's other choice goes to one more expert."""
     counts = [0, 1, 2, 3, 7, 8, 9, 0, 16, 17, 33]
     rows, hidden, inter = sum(counts), 64, 80
     model, (w, _) = moe_model(act, len(counts) + 1, 2, hidden, inter)

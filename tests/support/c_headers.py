@@ -9,7 +9,8 @@ from pdscope.runtime_c import ROOT
 
 
 def declarations(*headers: str) -> str:
-    """The declarations of headers (paths relative to runtime_c), without preprocessor lines and inline functions."""
+    """The declarations of headers (paths relative to runtime_c), without preprocessor lines and
+    inline functions."""
     text = ""
     for header in headers:
         source = Path(ROOT, header).read_text()

@@ -1,7 +1,7 @@
 """Compile C sources of the runtime into a shared object for tests, once per content.
 
-May import pdscope.runtime_c. The kernel paths in such an object are those that the compiler knows for this machine;
-which of them this CPU can run is `runnable()`.
+May import pdscope.runtime_c. The kernel paths in such an object are those that the compiler knows
+for this machine; which of them this CPU can run is `runnable()`.
 """
 
 import hashlib
@@ -21,7 +21,8 @@ FLAGS = ("-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", 
 def shared_object(sources: Sequence[tuple[Path, Sequence[str]]], flags: Sequence[str] = ()) -> Path:
     """A library of (source, its extra flags) with the runtime's include directories.
 
-    The compiler is $CC or cc. It is kept in the temporary directory under a name made of all that it depends on.
+    The compiler is $CC or cc. The library stays in the temporary directory, under a name made of
+    all that it depends on.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     includes = [f"-I{ROOT / d}" for d in INCLUDE_DIRS]

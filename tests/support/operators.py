@@ -1,22 +1,20 @@
-"""Call the runtime's operators (pds_op_* of step.h) one by one from Python, on plans of one's own making.
+"""Call the runtime's operators (pds_op_* of step.h) one by one, on plans of one's own making.
 
-Buffer sizes are computed here a second time, exactly as plan_desc.h states them, and each buffer is followed by a guard
-that every call checks. The pool is serial (serial_pool.c).
+Buffer sizes are computed here a second time, exactly as plan_desc.h states them, and each buffer is
+followed by a guard that every call checks. The pool is serial (serial_pool.c).
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cffi
 import numpy as np
-
 from support import cc
 from support.c_headers import declarations
 from support.packing import act_array, aligned, from_act, pack
 
 from pdscope.runtime_c import ROOT
-
-import cffi
 
 DTYPES = {"f32": 1, "bf16": 2}
 GUARD = 256
@@ -42,14 +40,22 @@ def ceil(n: int, unit: int) -> int:
 class Model:
     """Weights and plan of a model without programs; fill `plan` and `layers`, then make a Step."""
 
-    def __init__(self, act: str, hidden: int, vocab: int = 64, layers: int = 1, **plan: int) -> None:
+    def __init__(
+        self, act: str, hidden: int, vocab: int = 64, layers: int = 1, **plan: int
+    ) -> None:
         self.act = act
         self.plan = ffi.new("pds_plan *")
         self.layers = ffi.new("pds_layer[]", layers)
         self.keep: list[Any] = []
         self.bases: list[int] = []
         p = self.plan
-        p.act_dtype, p.hidden, p.vocab, p.n_layers, p.layers = DTYPES[act], hidden, vocab, layers, self.layers
+        p.act_dtype, p.hidden, p.vocab, p.n_layers, p.layers = (
+            DTYPES[act],
+            hidden,
+            vocab,
+            layers,
+            self.layers,
+        )
         p.max_context, p.max_rows, p.max_logits, p.kv_block, p.kv_split = 1024, 128, 8, 64, 128
         for name, value in plan.items():
             setattr(p, name, value)
@@ -69,27 +75,48 @@ class Model:
         field.stride = blobs[0].nbytes if len(many) > 1 else 0
 
     def vector(self, field: Any, x: np.ndarray) -> None:
-        field.dtype, field.file, field.n, field.k, field.count = 3, self._file(aligned(np.float32(x))), len(x), 1, 1
+        field.dtype, field.file, field.n, field.k, field.count = (
+            3,
+            self._file(aligned(np.float32(x))),
+            len(x),
+            1,
+            1,
+        )
 
     def mlp(self, field: Any, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> None:
-        """One MLP ([inter, hidden], .., [hidden, inter]) or experts with a leading axis: one blob an expert."""
+        """One MLP ([inter, hidden], .., [hidden, inter]), or experts with a leading axis: one blob
+        an expert."""
         many = gate.ndim == 3
         gates, ups, downs = (gate, up, down) if many else (gate[None], up[None], down[None])
         blobs = []
         for g, u, d in zip(gates, ups, downs, strict=True):
             first, second = pack(np.stack([g, u]), self.act, interleave=True), pack(d, self.act)
             blob = np.concatenate([first, second])
-            blobs.append(np.append(blob, np.zeros(-blob.nbytes % 4096 // blob.itemsize, blob.dtype)))
+            blobs.append(
+                np.append(blob, np.zeros(-blob.nbytes % 4096 // blob.itemsize, blob.dtype))
+            )
         file = self._file(aligned(np.concatenate(blobs), 4096))
         field.inter = gates.shape[1]
         t = field.gate_up
-        t.dtype, t.file, t.n, t.k = DTYPES[self.act], file, 2 * ceil(field.inter, 16), gates.shape[2]
+        t.dtype, t.file, t.n, t.k = (
+            DTYPES[self.act],
+            file,
+            2 * ceil(field.inter, 16),
+            gates.shape[2],
+        )
         t.count, t.stride = len(gates), blobs[0].nbytes if many else 0
         t = field.down
         t.dtype, t.file, t.n, t.k = DTYPES[self.act], file, downs.shape[1], field.inter
         t.count, t.stride, t.offset = len(gates), blobs[0].nbytes if many else 0, first.nbytes
 
-    def rope(self, field: Any, inv_freq: np.ndarray, scale: float, interleaved: bool, table_offset: int = 0) -> None:
+    def rope(
+        self,
+        field: Any,
+        inv_freq: np.ndarray,
+        scale: float,
+        interleaved: bool,
+        table_offset: int = 0,
+    ) -> None:
         table = np.ascontiguousarray(inv_freq, np.float32)
         self.keep.append(table)
         field.inv_freq = ffi.cast("float *", table.ctypes.data)
@@ -172,9 +199,12 @@ def worker_bytes(m: Model) -> int:
 
 
 class Step:
-    """The scratch, cache and context of a session on a Model; call() runs an operator and checks every guard."""
+    """The scratch, cache and context of a session on a Model; call() runs an operator and checks
+    every guard."""
 
-    def __init__(self, model: Model, path: str, threads: int = 1, backwards: bool = False, seqs: int = 1) -> None:
+    def __init__(
+        self, model: Model, path: str, threads: int = 1, backwards: bool = False, seqs: int = 1
+    ) -> None:
         self.model, self.lib, p = model, library(), model.plan
         sizes = buffer_sizes(model)
         self.offsets, end = {}, 0
@@ -190,8 +220,12 @@ class Step:
         self.workers = aligned(np.full(threads * p.thread_scratch_bytes + GUARD, 0xA5, np.uint8))
         blocks = ceil(p.max_context, 64) // 64
         self.table = np.arange(seqs * blocks, dtype=np.uint32)[::-1].reshape(seqs, blocks).copy()
-        self.kv = aligned(np.full(seqs * blocks * p.kv_block_bytes + GUARD, 0x7F, np.uint8))  # bf16 and fp32 NaN-like
-        self.files = ffi.new("unsigned char *[]", [ffi.cast("unsigned char *", b) for b in model.bases])
+        self.kv = aligned(
+            np.full(seqs * blocks * p.kv_block_bytes + GUARD, 0x7F, np.uint8)
+        )  # bf16 and fp32 NaN-like
+        self.files = ffi.new(
+            "unsigned char *[]", [ffi.cast("unsigned char *", b) for b in model.bases]
+        )
         self.pool = ffi.new("pds_pool *", {"threads": threads, "backwards": backwards})
         c = self.ctx = ffi.new("pds_step_ctx *")
         c.plan, c.pool, c.files = p, self.pool, self.files
@@ -209,7 +243,10 @@ class Step:
         token: Sequence[int] | None = None,
         logit_row: Sequence[int] = (),
     ) -> None:
-        self.arrays = [np.array(x, np.int32) for x in (position, seq or [0] * len(position), token or [0] * len(position))]
+        self.arrays = [
+            np.array(x, np.int32)
+            for x in (position, seq or [0] * len(position), token or [0] * len(position))
+        ]
         at = [ffi.cast("int32_t *", a.ctypes.data) for a in self.arrays]
         self.ctx.position, self.ctx.seq, self.ctx.token = at
         self.logit_row = np.array(logit_row, np.uint32)

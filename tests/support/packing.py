@@ -34,7 +34,8 @@ def aligned(array: np.ndarray, to: int = 64) -> np.ndarray:
 
 
 def pack(w: np.ndarray, act: str, k_align: int = 32, interleave: bool = False) -> np.ndarray:
-    """W [n, k] as panels of 16 columns (plan_desc.h), flat. interleave: W is [2, n, k], gate and up panels alternating."""
+    """W [n, k] as panels of 16 columns (plan_desc.h), flat. interleave: W is [2, n, k], gate and up
+    panels alternating."""
     if interleave:
         halves = [pack(h, act, k_align) for h in w]
         panels = -(-w.shape[1] // 16)
