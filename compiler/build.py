@@ -62,7 +62,7 @@ INSTALL_HINT = (
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C compiler command; `identity`, what it says of itself and its options, is in cache keys."""
+    """A C compiler command; `identity`: what it says of itself, and options; part of cache keys."""
 
     command: tuple[str, ...]
     identity: str
