@@ -286,10 +286,12 @@ class _Lowering:
         source = node.args[0]
         value = self.value(node, source)
         before, after = _val(source), _val(node)
-        if isinstance(value, _Rows) and before.numel() == after.numel():
-            if before.shape[-1] == after.shape[-1]:
-                return value
-        self.refuse(node, f"which makes {list(after.shape)} of {list(before.shape)}")
+        if after.dtype not in (before.dtype, torch.float32, self.model.dtype):
+            self.refuse(node, f"a cast to {after.dtype}")
+        same_rows = before.numel() == after.numel() and before.shape[-1] == after.shape[-1]
+        if not isinstance(value, _Rows) or not same_rows:
+            self.refuse(node, f"which makes {list(after.shape)} of {list(before.shape)}")
+        return value
 
     def arithmetic(self, node: fx.Node, name: str) -> _Rows:
         a, b = node.args
