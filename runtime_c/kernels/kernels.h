@@ -64,8 +64,8 @@ typedef struct pds_act_kernels {
                          void *p);
   /* Transposes keys (panels of 16 tokens, k = dimension, key_stride bytes apart) into values
    * (panels of 16 dimensions, k = token, PDS_KEYS * PDS_LANES elements apart): the first `dims`
-   * dimensions of the first `tokens` tokens. In the panels and word rows that it writes,
-   * dimensions and tokens beyond those are zero. */
+   * dimensions of the first `tokens` tokens. Dimensions beyond those are zero, so is the token
+   * that pairs with an odd last one; later word rows of a panel are undefined. */
   void (*key_to_value)(const void *keys, size_t key_stride, uint32_t dims, uint32_t tokens,
                        void *values);
 } pds_act_kernels;

@@ -161,6 +161,37 @@ PDS_INLINE v16 v16_dot_bf16(v16 acc, w_bf16 w, x_bf16 x) {
                _mm256_fmadd_ps(w.b.odd, x.odd, _mm256_fmadd_ps(w.b.even, x.even, acc.b))};
 }
 
+/* 4 half rows from `from` on (8 dimensions of 8 tokens) to 4 half rows (8 tokens of 8 dimensions):
+ * a 64-bit column holds two dimensions of two tokens; it moves whole, then its middle halves swap. */
+PDS_INLINE void v16_transpose_half(const unsigned char *from, unsigned char *to) {
+  const __m256i swap = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  __m256i r[4], pair[4];
+  PDS_UNROLL
+  for (int i = 0; i < 4; i++) r[i] = _mm256_loadu_si256((const __m256i *)(from + 64 * i));
+  pair[0] = _mm256_unpacklo_epi64(r[0], r[1]);
+  pair[1] = _mm256_unpackhi_epi64(r[0], r[1]);
+  pair[2] = _mm256_unpacklo_epi64(r[2], r[3]);
+  pair[3] = _mm256_unpackhi_epi64(r[2], r[3]);
+  r[0] = _mm256_permute2x128_si256(pair[0], pair[2], 0x20);
+  r[1] = _mm256_permute2x128_si256(pair[1], pair[3], 0x20);
+  r[2] = _mm256_permute2x128_si256(pair[0], pair[2], 0x31);
+  r[3] = _mm256_permute2x128_si256(pair[1], pair[3], 0x31);
+  PDS_UNROLL
+  for (int i = 0; i < 4; i++) {
+    _mm256_storeu_si256((__m256i *)(to + 64 * i), _mm256_shuffle_epi8(r[i], swap));
+  }
+}
+
+/* 8 packed bf16 rows (16 dimensions) of 16 tokens to 8 rows (16 tokens) of 16 dimensions; rows are
+ * 64 bytes. */
+PDS_INLINE void v16_transpose_bf16(const unsigned char *from, unsigned char *to) {
+  for (int half = 0; half < 2; half++) { /* dimensions */
+    v16_transpose_half(from + 256 * half, to + 32 * half);
+    v16_transpose_half(from + 256 * half + 32, to + 256 + 32 * half);
+  }
+}
+
 /* See vec_avx512.h: 16 registers of half the width. */
 #define TILE_MANY 0
 enum { TILE_ROWS = 4 };

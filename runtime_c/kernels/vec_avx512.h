@@ -131,6 +131,43 @@ PDS_INLINE v16 v16_dot_bf16(v16 acc, w_bf16 w, x_bf16 x) {
 }
 #endif
 
+/* One stage of the transposition below: rows i and i + apart exchange halves of every 2 * apart
+ * 64-bit columns. */
+PDS_INLINE void v16_exchange(__m512i r[8], int apart) {
+  const __m512i low[3] = {_mm512_setr_epi64(0, 8, 2, 10, 4, 12, 6, 14),
+                          _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13),
+                          _mm512_setr_epi64(0, 1, 2, 3, 8, 9, 10, 11)};
+  const __m512i high[3] = {_mm512_setr_epi64(1, 9, 3, 11, 5, 13, 7, 15),
+                           _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15),
+                           _mm512_setr_epi64(4, 5, 6, 7, 12, 13, 14, 15)};
+  const int stage = apart == 4 ? 2 : apart - 1;
+  PDS_UNROLL
+  for (int i = 0; i < 8; i++) {
+    if (i & apart) continue;
+    const __m512i a = r[i], b = r[i + apart];
+    r[i] = _mm512_permutex2var_epi64(a, low[stage], b);
+    r[i + apart] = _mm512_permutex2var_epi64(a, high[stage], b);
+  }
+}
+
+/* 8 packed bf16 rows (16 dimensions) of 16 tokens to 8 rows (16 tokens) of 16 dimensions; rows are
+ * 64 bytes. A 64-bit column holds two dimensions of two tokens: transposed whole, then its middle
+ * halves swapped. */
+PDS_INLINE void v16_transpose_bf16(const unsigned char *from, unsigned char *to) {
+  const __m512i swap =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  __m512i r[8];
+  PDS_UNROLL
+  for (int i = 0; i < 8; i++) r[i] = _mm512_loadu_si512(from + 64 * i);
+  v16_exchange(r, 1);
+  v16_exchange(r, 2);
+  v16_exchange(r, 4);
+  PDS_UNROLL
+  for (int i = 0; i < 8; i++) {
+    _mm512_storeu_si512(to + 64 * i, _mm512_shuffle_epi8(r[i], swap));
+  }
+}
+
 /* Rows of a GEMM tile and panels beside each other for that many rows: accumulators, weights and
  * one broadcast fit the 32 registers, and few rows take more panels so that enough chains hide
  * the latency of the multiply-add. */
