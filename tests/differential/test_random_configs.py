@@ -26,14 +26,13 @@ def test_random_config(tmp_path: Path, family: str, seed: int) -> None:
     model: Any = save_random_model(config, tmp_path / "model", seed, shards=1 + seed % 3)
     pdscope.compile(tmp_path / "model", tmp_path / "plan", dtype="fp32", max_context=256)
     rng = np.random.default_rng(seed)
-    rows = near_ties = 0
+    rows = excepted = 0
     with pdscope.load(tmp_path / "plan", threads=2) as engine:
         for length in LENGTHS:
             ids = rng.integers(0, config["vocab_size"], length).tolist()
             reference = run_reference(model, ids)
             engine.reset()
             ours = engine.prefill(ids, all_logits=True)
-            near_ties += assert_rows_agree(ours, reference, what=f"{family} {seed}, {length} rows")
+            excepted += assert_rows_agree(ours, reference, what=f"{family} {seed}, {length} rows")
             rows += length
-    # Random gates of hundreds of experts come near ties more often than trained ones.
-    assert near_ties <= 0.05 * rows, f"{near_ties} of {rows} rows are near-ties: nothing was tested"
+    assert excepted <= 0.02 * rows, f"{excepted} of {rows} rows differ, all near-ties"
