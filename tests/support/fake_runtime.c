@@ -47,13 +47,27 @@ static pds_status fail(pds_status code, const char *text) {
   return code;
 }
 
-uint32_t pds_abi_version(void) { return FAKE_ABI; }
-const char *pds_last_error(void) { return last_error; }
-const char *pds_status_name(pds_status s) { return s == PDS_OK ? "ok" : "error"; }
-const char *pds_opcode_name(uint8_t op) { return op == 0 ? "embed" : op == 1 ? "expert" : "unknown"; }
-const char *pds_queue_name(uint8_t q) { return q == 0 ? "host" : q == 1 ? "cpu" : "unknown"; }
-const char *pds_isa_built(void) { return "fake,scalar"; }
-const char *pds_isa_runnable(void) { return "fake,scalar"; }
+uint32_t pds_abi_version(void) {
+  return FAKE_ABI;
+}
+const char *pds_last_error(void) {
+  return last_error;
+}
+const char *pds_status_name(pds_status s) {
+  return s == PDS_OK ? "ok" : "error";
+}
+const char *pds_opcode_name(uint8_t op) {
+  return op == 0 ? "embed" : op == 1 ? "expert" : "unknown";
+}
+const char *pds_queue_name(uint8_t q) {
+  return q == 0 ? "host" : q == 1 ? "cpu" : "unknown";
+}
+const char *pds_isa_built(void) {
+  return "fake,scalar";
+}
+const char *pds_isa_runnable(void) {
+  return "fake,scalar";
+}
 
 pds_status pds_engine_create(const pds_engine_options *o, pds_engine **out) {
   if (!o || !o->plan_dir) return fail(PDS_ERR_ARGUMENT, "plan_dir is NULL");
@@ -70,15 +84,25 @@ pds_status pds_engine_create(const pds_engine_options *o, pds_engine **out) {
 }
 
 void pds_engine_destroy(pds_engine *e) {
-  if (e && e->sessions) abort(); /* a session outlived its engine: the Python side broke the contract */
+  if (e && e->sessions)
+    abort(); /* a session outlived its engine: the Python side broke the contract */
   free(e);
 }
 
 pds_status pds_engine_get_info(const pds_engine *e, pds_engine_info *out) {
-  *out = (pds_engine_info){.abi_version = FAKE_ABI, .vocab = VOCAB, .max_context = MAX_CONTEXT,
-                           .max_rows = MAX_ROWS, .max_logits = MAX_LOGITS, .layers = LAYERS,
-                           .threads = e->threads, .kv_block = 64, .kv_block_bytes = 256,
-                           .weight_bytes = 1000, .engine_bytes = sizeof *e, .isa = "fake", .plan_hash = PLAN_HASH};
+  *out = (pds_engine_info){.abi_version = FAKE_ABI,
+                           .vocab = VOCAB,
+                           .max_context = MAX_CONTEXT,
+                           .max_rows = MAX_ROWS,
+                           .max_logits = MAX_LOGITS,
+                           .layers = LAYERS,
+                           .threads = e->threads,
+                           .kv_block = 64,
+                           .kv_block_bytes = 256,
+                           .weight_bytes = 1000,
+                           .engine_bytes = sizeof *e,
+                           .isa = "fake",
+                           .plan_hash = PLAN_HASH};
   return PDS_OK;
 }
 
@@ -124,8 +148,10 @@ static uint64_t now(void) {
 
 static void record(pds_session *s, pds_trace_record r) {
   if (!s->trace) return;
-  if (s->trace_n < s->trace_capacity) s->trace[s->trace_n++] = r;
-  else s->trace_dropped++;
+  if (s->trace_n < s->trace_capacity)
+    s->trace[s->trace_n++] = r;
+  else
+    s->trace_dropped++;
 }
 
 static pds_status check(pds_session *s, const pds_batch *b, uint32_t *wanted) {
@@ -135,11 +161,16 @@ static pds_status check(pds_session *s, const pds_batch *b, uint32_t *wanted) {
   for (uint32_t i = 0; i < s->max_seqs; i++) length[i] = s->seq[i].n;
   pds_status status = PDS_OK;
   for (uint32_t i = 0; i < b->n && !status; i++) {
-    if (b->token[i] < 0 || b->token[i] >= VOCAB) status = fail(PDS_ERR_TOKEN, "token outside the vocabulary");
-    else if (b->seq[i] < 0 || b->seq[i] >= (int32_t)s->max_seqs) status = fail(PDS_ERR_SEQUENCE, "no such sequence");
-    else if (b->position[i] != (int32_t)length[b->seq[i]]) status = fail(PDS_ERR_POSITION, "position does not continue");
-    else if (length[b->seq[i]] >= MAX_CONTEXT) status = fail(PDS_ERR_CONTEXT, "the context is full");
-    else length[b->seq[i]]++;
+    if (b->token[i] < 0 || b->token[i] >= VOCAB)
+      status = fail(PDS_ERR_TOKEN, "token outside the vocabulary");
+    else if (b->seq[i] < 0 || b->seq[i] >= (int32_t)s->max_seqs)
+      status = fail(PDS_ERR_SEQUENCE, "no such sequence");
+    else if (b->position[i] != (int32_t)length[b->seq[i]])
+      status = fail(PDS_ERR_POSITION, "position does not continue");
+    else if (length[b->seq[i]] >= MAX_CONTEXT)
+      status = fail(PDS_ERR_CONTEXT, "the context is full");
+    else
+      length[b->seq[i]]++;
     *wanted += b->want_logits ? b->want_logits[i] != 0 : i + 1 == b->n;
   }
   free(length);
@@ -148,13 +179,16 @@ static pds_status check(pds_session *s, const pds_batch *b, uint32_t *wanted) {
 }
 
 pds_status pds_step(pds_session *s, const pds_batch *b, pds_logits *out) {
-  if (__atomic_exchange_n(&s->busy, 1, __ATOMIC_SEQ_CST)) return fail(PDS_ERR_BUSY, "another step runs");
+  if (__atomic_exchange_n(&s->busy, 1, __ATOMIC_SEQ_CST))
+    return fail(PDS_ERR_BUSY, "another step runs");
   uint32_t wanted = 0;
   uint64_t begin = now();
   pds_status status = check(s, b, &wanted);
   for (long ms = 0; !status && ms <= s->engine->step_ms; ms++) {
-    if (__atomic_exchange_n(&s->cancel, 0, __ATOMIC_SEQ_CST)) status = fail(PDS_ERR_CANCELLED, "cancelled");
-    else if (s->engine->step_ms) usleep(1000);
+    if (__atomic_exchange_n(&s->cancel, 0, __ATOMIC_SEQ_CST))
+      status = fail(PDS_ERR_CANCELLED, "cancelled");
+    else if (s->engine->step_ms)
+      usleep(1000);
   }
   if (status) {
     __atomic_store_n(&s->busy, 0, __ATOMIC_SEQ_CST);
@@ -164,11 +198,13 @@ pds_status pds_step(pds_session *s, const pds_batch *b, pds_logits *out) {
   for (uint32_t i = 0; i < b->n; i++) {
     sequence *q = &s->seq[b->seq[i]];
     q->token[q->n++] = b->token[i];
-    if (b->want_logits ? b->want_logits[i] : i + 1 == b->n) logits_of(q, q->n, s->logits + (size_t)row++ * VOCAB);
+    if (b->want_logits ? b->want_logits[i] : i + 1 == b->n)
+      logits_of(q, q->n, s->logits + (size_t)row++ * VOCAB);
   }
   for (int32_t layer = -1; layer < LAYERS; layer++) {
     uint64_t t = now();
-    record(s, (pds_trace_record){begin, t, layer < 0 ? 0 : 1000, layer, 0, layer >= 0, 1, b->n, layer < 0 ? 0 : 2});
+    record(s, (pds_trace_record){begin, t, layer < 0 ? 0 : 1000, layer, 0, layer >= 0, 1, b->n,
+                                 layer < 0 ? 0 : 2});
     if (s->tap) {
       int32_t ids[2] = {0, 1};
       float data[2] = {0.25f, 0.75f};
@@ -184,7 +220,9 @@ pds_status pds_step(pds_session *s, const pds_batch *b, pds_logits *out) {
   return PDS_OK;
 }
 
-void pds_cancel(pds_session *s) { __atomic_store_n(&s->cancel, 1, __ATOMIC_SEQ_CST); }
+void pds_cancel(pds_session *s) {
+  __atomic_store_n(&s->cancel, 1, __ATOMIC_SEQ_CST);
+}
 
 pds_status pds_session_get_stats(const pds_session *s, pds_session_stats *out) {
   *out = s->stats;
@@ -211,7 +249,9 @@ pds_status pds_session_trace_stop(pds_session *s, uint64_t *out_records, uint64_
   return PDS_OK;
 }
 
-static int bad(const pds_session *s, int32_t seq) { return seq < 0 || seq >= (int32_t)s->max_seqs; }
+static int bad(const pds_session *s, int32_t seq) {
+  return seq < 0 || seq >= (int32_t)s->max_seqs;
+}
 
 pds_status pds_seq_length(const pds_session *s, int32_t seq, uint32_t *out) {
   if (bad(s, seq)) return fail(PDS_ERR_SEQUENCE, "sequence id out of range");
@@ -256,8 +296,9 @@ pds_status pds_seq_restore(pds_session *s, int32_t seq, const void *buffer, uint
 }
 
 /* Greedy; with a temperature, a token that depends on seed and draw. */
-pds_status pds_sample(const float *logits, uint32_t vocab, const pds_sampler *p, const int32_t *history,
-                      uint32_t n, float *values, int32_t *ids, int32_t *out) {
+pds_status pds_sample(const float *logits, uint32_t vocab, const pds_sampler *p,
+                      const int32_t *history, uint32_t n, float *values, int32_t *ids,
+                      int32_t *out) {
   (void)ids;
   memcpy(values, logits, vocab * sizeof *values);
   for (uint32_t i = 0; p->repetition_penalty != 1.0f && i < n; i++)

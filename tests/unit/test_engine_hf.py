@@ -32,14 +32,17 @@ def real(plans: PlanStore) -> Iterator[PdscopeForCausalLM]:
 
 
 @pytest.fixture(scope="module")
-def reference() -> torch.nn.Module:
+def reference() -> Iterator[torch.nn.Module]:
     from transformers import AutoModelForCausalLM
 
     kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(
         model_path("tiny-mixtral"), dtype=torch.float32, **kinds
     )
-    return model.eval()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model only loses by more
+    yield model.eval()
+    torch.set_num_threads(threads)
 
 
 def ids(*rows: list[int]) -> torch.Tensor:
@@ -146,6 +149,6 @@ def test_generate_is_the_reference(
     for model in (real, reference):
         torch.manual_seed(5)
         found.append(
-            model.generate(prompts, attention_mask=mask, max_new_tokens=16, **options).tolist()  # type: ignore[operator]
+            model.generate(prompts, attention_mask=mask, max_new_tokens=10, **options).tolist()  # type: ignore[operator]
         )
     assert found[0] == found[1]
