@@ -93,9 +93,6 @@ def transformers_config(config: Config, family: Family) -> Any:
     """transformers' own configuration, checked by the family. No remote code: no auto_map."""
     values = {k: v for k, v in config.items() if k != "auto_map"}
     values.setdefault("model_type", family.model_type)
-    nulls = [key for key in family.required if config[key] is None]
-    if nulls:
-        raise ModelError(f"config.json: {', '.join(nulls)}: null, expected a positive integer")
     try:
         hf_config = CONFIG_MAPPING[family.model_type].from_dict(json.loads(json.dumps(values)))
         hf_config._attn_implementation = "eager"

@@ -41,4 +41,8 @@ def family_of(config: Config) -> Family:
             f"{'it' if len(missing) == 1 else 'them'} and there is no safe default; take "
             "config.json from the model's original repository"
         )
+    for key in family.required:
+        value = config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"config.json: {key} is {value!r}, expected a positive integer")
     return family

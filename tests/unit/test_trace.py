@@ -6,6 +6,7 @@ import json
 import textwrap
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ from pdscope.ir.graph_text import print_graph
 from pdscope.models.registry import family_of
 
 CONFIGS = sorted((Path(__file__).parents[2] / "examples" / "configs").glob("*/config.json"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads only cost on matrices this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def ops(graph: Graph, layer: int | None) -> list[str]:
