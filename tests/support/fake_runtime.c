@@ -1,8 +1,9 @@
 /* fake_runtime.c: a stand-in for a plan's library, for quick tests of the Python side alone.
  *
- * The model: the likeliest next token is the last one + 1 (mod vocab), with logit 10; every logit also gets a
- * small part that depends on all tokens of the sequence, so that a wrong KV shows. Sizes come from -D options.
- * FAKE_STEP_MS (environment, read at engine creation) makes steps slow; they poll for cancellation meanwhile.
+ * The model: the likeliest next token is the last one + 1 (mod vocab), with logit 10; every logit
+ * also gets a small part that depends on all tokens of the sequence, so that a wrong KV shows.
+ * Sizes come from -D options. FAKE_STEP_MS (environment, read at engine creation) makes steps slow;
+ * they poll for cancellation meanwhile.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
