@@ -85,7 +85,7 @@ static pds_status check_plan(const pds_plan *plan) {
   PDS_RETURN_IF_ERROR(check_tensor(plan, &plan->final_norm, 0, "final_norm"));
   PDS_RETURN_IF_ERROR(check_tensor(plan, &plan->lm_head, 0, "lm_head"));
   for (uint32_t i = 0; i < plan->n_layers; i++) PDS_RETURN_IF_ERROR(check_layer(plan, i));
-  return PDS_OK;
+  return pds_ops_check(plan);
 }
 
 static pds_status check_cpu(const pds_plan *plan) {

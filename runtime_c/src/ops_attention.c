@@ -5,12 +5,16 @@
  * Stages, each a parallel job: projections; rows (norms, rope, cache append); attention; merge
  * of the context's parts; output projection. Attention walks the cache block by block with the
  * streaming softmax, so no score matrix is ever whole. A step of few rows cuts the context into
- * parts of pds_plan.kv_split tokens, by position alone. */
+ * parts of pds_plan.kv_split tokens, by position alone.
+ *
+ * NaN and Inf: as in eager attention, a masked key weighs zero, and zero times a NaN value is NaN,
+ * so a value that is not finite may reach earlier rows of the same step. */
 #include <math.h>
 #include <string.h>
 
 #include "ops.h"
 #include "ops_rope.h"
+#include "status.h"
 
 enum { FEW_ROWS = 1, SPLIT_ROWS = 16, PARTIAL_HEAD = 16 };
 
@@ -26,6 +30,32 @@ typedef struct attn_job {
   uint32_t head_tile, head_tiles, row_tile, row_tiles;
   uint32_t split_tokens, splits; /* splits 1 and split_tokens UINT32_MAX: the context is not cut */
 } attn_job;
+
+/* The sizes that plan_memory.py computed are those of kv_layout.h, and the gate's tables fit. */
+pds_status pds_ops_check(const pds_plan *plan) {
+  const size_t block = pds_kv_layer_offset(plan, plan->n_layers);
+  if (plan->kv_block != PDS_KEYS || plan->kv_split == 0 || plan->kv_split % PDS_KEYS != 0)
+    return pds_fail(PDS_ERR_PLAN_FORMAT,
+                    "plan constants: KV blocks of %u tokens, splits of %u: "
+                    "expected %u and a multiple of it",
+                    plan->kv_block, plan->kv_split, PDS_KEYS);
+  if (plan->kv_block_bytes != block)
+    return pds_fail(PDS_ERR_PLAN_FORMAT, "plan constants: a KV block of %llu bytes, expected %llu",
+                    (unsigned long long)plan->kv_block_bytes, (unsigned long long)block);
+  for (uint32_t i = 0; i < plan->n_layers; i++) {
+    const pds_layer *layer = &plan->layers[i];
+    const size_t need = pds_attention_scratch_bytes(plan, &layer->attn);
+    if (plan->thread_scratch_bytes < need)
+      return pds_fail(PDS_ERR_PLAN_FORMAT,
+                      "plan constants: %llu bytes of worker scratch, layer %u "
+                      "needs %llu",
+                      (unsigned long long)plan->thread_scratch_bytes, i, (unsigned long long)need);
+    if (layer->moe && layer->gate.experts > PDS_TILE * PDS_KEYS)
+      return pds_fail(PDS_ERR_PLAN_FORMAT, "layer %u has %u experts, expected at most %u", i,
+                      layer->gate.experts, PDS_TILE * PDS_KEYS);
+  }
+  return PDS_OK;
+}
 
 /* ---- rope table ---- */
 

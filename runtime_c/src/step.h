@@ -39,6 +39,9 @@ static inline const void *pds_weight(const pds_step_ctx *ctx, const pds_tensor *
   return ctx->files[t->file] + t->offset + (uint64_t)index * t->stride;
 }
 
+/* At load: the plan's sizes are those that these operators work with, else PDS_ERR_PLAN_FORMAT. */
+pds_status pds_ops_check(const pds_plan *plan);
+
 /* Operators: one function an opcode. None allocates, blocks on I/O or fails. */
 typedef enum pds_norm_site { PDS_NORM_ATTN = 0, PDS_NORM_MLP = 1, PDS_NORM_FINAL = 2 } pds_norm_site;
 void pds_op_rope_table(pds_step_ctx *ctx);                        /* once a step: PDS_BUF_ROPE (per distinct rope, see ops_attention.c) */

@@ -9,6 +9,11 @@
 #include "fake_plan.h"
 #include "step.h"
 
+pds_status pds_ops_check(const pds_plan *plan) {
+  (void)plan;
+  return PDS_OK;
+}
+
 static float *hid(const pds_step_ctx *ctx, uint32_t row) {
   return (float *)pds_buf(ctx, PDS_BUF_HID) + (size_t)row * FAKE_HIDDEN;
 }

@@ -21,6 +21,7 @@ GUARD = 256
 
 ffi = cffi.FFI()
 ffi.cdef(
+    "typedef int32_t pds_status;"
     "typedef struct pds_pool { uint32_t threads, backwards; } pds_pool;"
     + declarations("kernels/kernels.h", "src/plan_desc.h", "src/step.h")
 )
@@ -28,7 +29,8 @@ ffi.cdef(
 
 def library() -> Any:
     here = Path(__file__).parent
-    ops = [ROOT / "src" / f"ops_{x}.c" for x in ("gemm", "dense", "moe", "attention")]
+    names = ("ops_gemm", "ops_dense", "ops_moe", "ops_attention", "status")
+    ops = [ROOT / "src" / f"{name}.c" for name in names]
     sources: list[tuple[Path, Sequence[str]]] = [(s, ()) for s in (*ops, here / "serial_pool.c")]
     return ffi.dlopen(str(cc.shared_object([*cc.kernel_sources(), *sources], flags=(f"-I{here}",))))
 
@@ -227,6 +229,7 @@ class Step:
             "unsigned char *[]", [ffi.cast("unsigned char *", b) for b in model.bases]
         )
         self.pool = ffi.new("pds_pool *", {"threads": threads, "backwards": backwards})
+        assert self.lib.pds_ops_check(p) == 0
         c = self.ctx = ffi.new("pds_step_ctx *")
         c.plan, c.pool, c.files = p, self.pool, self.files
         c.kernels = getattr(self.lib, f"pds_kernels_{path}")()
