@@ -1,11 +1,14 @@
-"""Every environment variable that PDScope reads, once. Imports nothing of ours."""
+"""Every environment variable that PDScope reads, once. May import pdscope.errors."""
 
 import os
 from pathlib import Path
 
+from pdscope.errors import InputError
+
 
 def cache_dir() -> Path:
-    """PDSCOPE_CACHE: where compiled objects and pass results are kept. Default: $XDG_CACHE_HOME/pdscope."""
+    """PDSCOPE_CACHE: where compiled objects and pass results are kept. Default:
+    $XDG_CACHE_HOME/pdscope."""
     if value := os.environ.get("PDSCOPE_CACHE"):
         return Path(value)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -18,14 +21,14 @@ def c_compiler() -> str | None:
 
 
 def forced_isa() -> str | None:
-    """PDSCOPE_ISA: the kernel path to use (scalar, avx2, avx512, avx512bf16); an unknown name is an error."""
+    """PDSCOPE_ISA: the kernel path to use (scalar, avx2, avx512, avx512bf16); an unknown name is an
+    error."""
     return os.environ.get("PDSCOPE_ISA") or None
 
 
 def threads() -> int:
     """PDSCOPE_THREADS: workers of an engine; 0 or unset: one per usable core."""
-    value = os.environ.get("PDSCOPE_THREADS", "0")
-    return int(value) if value.isdigit() else 0
+    return _count("PDSCOPE_THREADS")
 
 
 def dump_dir() -> Path | None:
@@ -35,6 +38,13 @@ def dump_dir() -> Path | None:
 
 
 def debug_level() -> int:
-    """PDSCOPE_DEBUG: 1 summary, 2 timings, 3 decisions and costs, 4 generated C, 5 IR per pass, 6 instruction trace."""
-    value = os.environ.get("PDSCOPE_DEBUG", "0")
-    return int(value) if value.isdigit() else 0
+    """PDSCOPE_DEBUG: 1 summary, 2 timings, 3 decisions and costs, 4 generated C, 5 IR per pass, 6
+    instruction trace."""
+    return _count("PDSCOPE_DEBUG")
+
+
+def _count(name: str) -> int:
+    value = os.environ.get(name) or "0"
+    if not value.isdecimal():
+        raise InputError(f"{name}: expected a whole number, got '{value}'; correct or unset it")
+    return int(value)

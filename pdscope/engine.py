@@ -76,7 +76,9 @@ class Engine:
         self._lock = threading.Lock()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._main: Session | None = None
-        self._handle: EngineHandle | None = EngineHandle(plan, threads or config.threads(), isa)
+        self._handle: EngineHandle | None = EngineHandle(
+            plan, threads or config.threads(), isa or config.forced_isa()
+        )
         self.info = _info(self._handle)
         _check_same(plan, self.info)
 
