@@ -5,12 +5,11 @@ Moonlight-16B-A3B trace to programs with `--load-format dummy --dry-run` in unde
 """
 
 import json
-import subprocess
-import sys
-import time
+import resource
 from pathlib import Path
 
 import pytest
+from support.commands import run_command
 from support.published_configs import PUBLISHED, published
 
 # What the checkpoints hold, from the models' own weight counts.
@@ -20,22 +19,21 @@ PARAMETERS = {
     "DeepSeek-V2-Lite": 15_706_484_224,
     "Moonlight-16B-A3B": 15_960_110_208,
 }
-COMPILE = [sys.executable, "-m", "pdscope.cli.compile"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_dry_run(tmp_path: Path, name: str) -> None:
+    """Time is the processor's: other test processes may be running."""
     (tmp_path / "config.json").write_text(json.dumps(published(name)))
-    options = ["--load-format", "dummy", "--dry-run", "--json"]
-    began = time.perf_counter()
-    done = subprocess.run([*COMPILE, str(tmp_path), *options], capture_output=True, text=True)
-    seconds = time.perf_counter() - began
-    assert done.returncode == 0, done.stderr
-    print(f"{name}: {seconds:.1f} s")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    options = ("--load-format", "dummy", "--dry-run", "--json")
+    ran = run_command("pdscope-compile", tmp_path, *options)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ran.status == 0, ran.err
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"{name}: {seconds:.1f} s of processor time")
     assert seconds < 20
     assert list(tmp_path.iterdir()) == [tmp_path / "config.json"]
-    summary = json.loads(done.stdout)
-    text = json.dumps(summary)
-    assert str(PARAMETERS[name]) in text
-    layers = PUBLISHED[name]["num_hidden_layers"]
-    assert json.loads(text)["plan"]["programs"]["count"] == 3 * (layers + 2)
+    manifest = json.loads(ran.out)["manifest"]
+    assert manifest["model"]["parameters"] == PARAMETERS[name]
+    assert manifest["programs"]["count"] == 3 * (PUBLISHED[name]["num_hidden_layers"] + 2)
