@@ -45,6 +45,9 @@ COMMON_FLAGS = (
     "-Wextra",
     "-pthread",
 )
+# What zig links in of its own was compiled in the directory at hand, and its debug information says
+# so: away with that.
+ZIG_LINK_FLAGS = ("-Wl,--strip-debug",)
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--build-id=none", "-Wl,-z,noexecstack")
 LIBRARIES = ("-lm",)
 
@@ -288,7 +291,8 @@ def _link(objects: Sequence[Path], compiler: Compiler, work: Path) -> bytes:
         names.append(f"{index:02d}.o")
         shutil.copyfile(source, work / names[-1])
     made = work / "libpdscope.so"
-    command = [*compiler.command, *LINK_FLAGS, *names, *LIBRARIES, "-o", made.name]
+    flags = (*LINK_FLAGS, *(ZIG_LINK_FLAGS if compiler.zig else ()))
+    command = [*compiler.command, *flags, *names, *LIBRARIES, "-o", made.name]
     _run(command, work, "linking the plan library")
     return made.read_bytes()
 
