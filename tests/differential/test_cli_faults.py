@@ -10,6 +10,7 @@ beyond the context is an error naming the limit."
 """
 
 import json
+import os
 import resource
 import shutil
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 from support.assets import BUNDLED
-from support.commands import Ran, run_command
+from support.commands import Ran, run_command, run_here
 from support.damage import cut, edit_header, edit_json, flip, tensors_of
 from support.plans import PlanStore
 
@@ -46,10 +47,10 @@ def plan(plans: PlanStore, tmp_path: Path) -> Path:
     return Path(shutil.copytree(source, tmp_path / "plan"))
 
 
-def compile_fault(model: Path, *options: Any, **more: Any) -> str:
+def compile_fault(model: Path, *options: Any) -> str:
     """Compiles, expects a fault, and that no plan was left."""
     out = model.parent / "out.plan"
-    line = run_command("pdscope-compile", model, "-o", out, *options, **more).fault()
+    line = run_here("pdscope-compile", model, "-o", out, *options).fault()
     assert not out.exists()
     return line
 
@@ -136,7 +137,7 @@ def test_config_lacks_a_key_without_default(model: Path) -> None:
 def test_config_lacks_a_key_with_default(model: Path) -> None:
     """norm_topk_prob has a family default in transformers, which is what the reference uses."""
     edit_json(model / "config.json", lambda config: config.pop("norm_topk_prob"))
-    ran = run_command("pdscope-compile", model, "--dry-run", "--json")
+    ran = run_here("pdscope-compile", model, "--dry-run", "--json")
     assert ran.status == 0, ran.err
 
 
@@ -165,7 +166,7 @@ def test_nan_weights(model: Path) -> None:
     raw[-4:] = b"\x00\x00\xc0\x7f"  # the last value of the shard becomes NaN
     (model / SHARD).write_bytes(raw)
     line = compile_fault(model, "--check-weights")
-    assert "NaN" in line and tensors_of(model / SHARD)[-1].split(".")[-2] in line
+    assert "nan" in line.lower() and tensors_of(model / SHARD)[-1].split(".experts")[0] in line
 
 
 def test_vocabulary_mismatch(model: Path) -> None:
@@ -173,7 +174,7 @@ def test_vocabulary_mismatch(model: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED / "tiny-mixtral" / name, model)
     line = compile_fault(model)
-    assert "tokenizer" in line and "8192" in line
+    assert "tokenizer.json" in line and "8191" in line and "vocab_size" in line
 
 
 def test_no_such_model(tmp_path: Path) -> None:
@@ -184,15 +185,15 @@ def test_output_directory_not_empty(model: Path) -> None:
     out = model.parent / "full"
     out.mkdir()
     (out / "letter.txt").write_text("keep me")
-    line = run_command("pdscope-compile", model, "-o", out).fault()
+    line = run_here("pdscope-compile", model, "-o", out).fault()
     assert str(out) in line
-    forced = run_command("pdscope-compile", model, "-o", out, "--force").fault()
+    forced = run_here("pdscope-compile", model, "-o", out, "--force").fault()
     assert str(out) in forced
     assert (out / "letter.txt").read_text() == "keep me"
 
 
 def test_existing_plan_needs_force(model: Path, plan: Path) -> None:
-    line = run_command("pdscope-compile", model, "-o", plan).fault()
+    line = run_here("pdscope-compile", model, "-o", plan).fault()
     assert "--force" in line
 
 
@@ -207,9 +208,9 @@ def test_disk_full(model: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
 
-    line = compile_fault(model, preexec_fn=limit)
-    assert "out.plan" in line or ".partial" in line
     out = model.parent / "out.plan"
+    line = run_command("pdscope-compile", model, "-o", out, preexec_fn=limit).fault()
+    assert "out.plan" in line and not out.exists()
     ran = run_command("pdscope-compile", model, "-o", out, "--json")
     assert ran.status == 0, ran.err
     assert run_command("pdscope-inspect", out, "--verify").status == 0
@@ -291,8 +292,6 @@ def test_invalid_utf8(plan: Path) -> None:
 
 
 def test_unknown_isa(plan: Path) -> None:
-    import os
-
     line = run_on(plan, "--prompt", "Hello", env=os.environ | {"PDSCOPE_ISA": "mmx"}).fault()
     assert "mmx" in line and "scalar" in line
 

@@ -1,5 +1,6 @@
-"""Run the installed commands as a user does, and look at what they print."""
+"""Run the commands as a user does, and look at what they print."""
 
+import importlib
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -30,3 +31,14 @@ def run_command(name: str, *arguments: Any, stdin: bytes = b"", **options: Any) 
     command = [str(BIN / name), *map(str, arguments)]
     done = subprocess.run(command, input=stdin, capture_output=True, **options)
     return Ran(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def run_here(name: str, *arguments: Any) -> Ran:
+    """The same in this process, which need not import torch again."""
+    from click.testing import CliRunner
+
+    main = importlib.import_module(f"pdscope.cli.{name.removeprefix('pdscope-')}").main
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Ran(result.exit_code, result.stdout, result.stderr)
