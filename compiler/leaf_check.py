@@ -31,6 +31,10 @@ def shrunk_config(config: Config, family: Family) -> Config:
     """config.json of a tiny model with the same semantics."""
     hf_config = transformers_config(config, family)
     small = {**config, **family.shrink(hf_config, config)}
+    kinds = small.get("layer_types")
+    if isinstance(kinds, list) and kinds:  # as many as layers, each kind at least once if it fits
+        kinds = [*dict.fromkeys(kinds), *kinds]
+        small["layer_types"] = kinds[: small["num_hidden_layers"]]
     tokens = dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id")
     )  # beyond the vocabulary
@@ -75,6 +79,11 @@ def _agrees(model: Any, graph: Any, hf_config: Any, family: Family, seed: int) -
 
     state = model.state_dict()
     ours = run_graph(graph, state.__getitem__, ids, on_gate)
+    if not torch.isfinite(ours).all():
+        raise ModelError(
+            "config.json: a tiny random model of this configuration gives logits that are not "
+            "finite; check rope_theta, rope_scaling, rms_norm_eps and the scaling factors"
+        )
     if min(margins, default=math.inf) < MARGIN:
         return False
     try:

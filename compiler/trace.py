@@ -7,6 +7,7 @@ May import torch, transformers, pdscope.models, pdscope.ir and pdscope.errors.
 
 import inspect
 import json
+import math
 import operator
 import re
 from dataclasses import dataclass
@@ -372,6 +373,11 @@ class _Lowering:
         with torch.device("cpu"):
             real = type(module)(config=module.config)
         freq = tuple(float(f) for f in real.inv_freq.float())
+        if not all(map(math.isfinite, (*freq, float(real.attention_scaling)))):
+            raise ModelError(
+                "config.json: rope_theta and rope_scaling give rotary tables that are not finite; "
+                "take both from the model's original repository"
+            )
         return Rope(freq, float(real.attention_scaling), interleaved=False)
 
     def attention(

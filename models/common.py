@@ -3,6 +3,7 @@
 May import pdscope.ir and pdscope.errors.
 """
 
+import math
 from typing import Any
 
 from pdscope.errors import ModelError
@@ -40,15 +41,24 @@ def check_shared(hf_config: Any, config: Config) -> None:
             f"config.json: hidden_act is {hf_config.hidden_act!r}; supported: "
             f"{', '.join(sorted(ACTIVATIONS))}"
         )
+    if getattr(hf_config, "head_dim", None) is not None:
+        require_positive(hf_config, "head_dim")
     eps = hf_config.rms_norm_eps
-    if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 <= eps < 1:
+    if not is_number(eps) or not 0 <= eps < 1:
         raise ModelError(f"config.json: rms_norm_eps is {eps!r}, expected a small positive number")
-    rope_type = (hf_config.rope_parameters or {}).get("rope_type", "default")
+    rope = hf_config.rope_parameters or {}
+    rope_type, theta = rope.get("rope_type", "default"), rope.get("rope_theta")
+    if not is_number(theta) or not 0 < theta < math.inf:
+        raise ModelError(f"config.json: rope_theta is {theta!r}, expected a positive number")
     if rope_type not in ROPE_TYPES:
         raise ModelError(
             f"config.json: rope type {rope_type!r} is not supported (its frequencies may depend on "
             f"the length of the sequence); supported: {', '.join(ROPE_TYPES)}"
         )
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_window(hf_config: Any) -> None:

@@ -4,11 +4,12 @@ transformers computes no renormalisation here whatever norm_topk_prob says; PDSc
 transformers. May import pdscope.ir, pdscope.errors and the shared parts of pdscope.models.
 """
 
+import math
 from typing import Any
 
 from pdscope.errors import ModelError
 from pdscope.ir.graph import GateAttrs, MlaAttrs, Rope
-from pdscope.models.common import check_shared, mla
+from pdscope.models.common import check_shared, is_number, mla
 from pdscope.models.family import (
     Config,
     Family,
@@ -47,6 +48,11 @@ def check_latent_attention(hf_config: Any, config: Config) -> None:
             f"config.json: num_key_value_heads ({hf_config.num_key_value_heads}) differs from "
             f"num_attention_heads ({hf_config.num_attention_heads}); latent attention has one key "
             "head a query head"
+        )
+    factor = hf_config.routed_scaling_factor
+    if not is_number(factor) or not 0 < factor < math.inf:
+        raise ModelError(
+            f"config.json: routed_scaling_factor is {factor!r}, expected a positive number"
         )
     dense = hf_config.first_k_dense_replace
     if not isinstance(dense, int) or dense < 0 or dense >= hf_config.num_hidden_layers:

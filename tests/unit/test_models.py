@@ -99,6 +99,10 @@ def test_unknown_activation(act: str) -> None:
         ("mixtral", {"torch_dtype": "float64"}, ("dtype", "float64")),
         ("mixtral", {"torch_dtype": "int8"}, ("dtype",)),
         ("mixtral", {"head_dim": 7}, ("rotary",)),
+        ("mixtral", {"head_dim": -8}, ("head_dim", "-8")),
+        ("mixtral", {"rope_theta": 0}, ("rope_theta",)),
+        ("mixtral", {"rope_theta": "big"}, ("rope_theta",)),
+        ("deepseek_v3", {"routed_scaling_factor": "2"}, ("routed_scaling_factor",)),
         (
             "mixtral",
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},

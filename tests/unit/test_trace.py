@@ -109,6 +109,18 @@ def test_sliding_window_comes_from_the_mask(window: int | None) -> None:
     assert getattr(graph.node("layers.0.self_attn").attrs, "window", 0) == window
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_window_of_every_layer_when_transformers_ignores_layer_types(family: str) -> None:
+    """max_window_layers and layer_types of published configs do nothing in transformers."""
+    config = random_tiny_config(family, 0) | {"use_sliding_window": True, "sliding_window": 5}
+    config |= {"num_hidden_layers": 3, "max_window_layers": 1}
+    config["layer_types"] = ["full_attention", "sliding_attention", "full_attention"]
+    graph = trace_config(config).graph
+    windows = [getattr(n.attrs, "window", 0) for n in graph.nodes if n.op is Op.ATTENTION]
+    assert windows == [5, 5, 5]
+    check_leaf_semantics(config)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_tied_head_reads_the_embedding(tied: bool) -> None:
     """Issue: tied and untied embeddings."""
