@@ -4,7 +4,7 @@ May import pdscope.ir and pdscope.errors.
 """
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 from pdscope.errors import ModelError
 from pdscope.ir.graph import GqaAttrs, MlaAttrs, MlpAttrs, Rope
@@ -57,7 +57,7 @@ def check_shared(hf_config: Any, config: Config) -> None:
         )
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
