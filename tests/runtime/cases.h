@@ -4,4 +4,5 @@
   X(pool)                                                                                          \
   X(kv)                                                                                            \
   X(sample)                                                                                        \
-  X(engine)
+  X(engine)                                                                                        \
+  X(kernels)
