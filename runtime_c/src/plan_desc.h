@@ -1,5 +1,6 @@
-/* plan_desc.h: the constants of one plan, as the compiler emits them (src/plan.c in the plan directory).
- * Everything that is the same for each token of a model is here; what is done with it is in program.bin. */
+/* plan_desc.h: the constants of one plan, as the compiler emits them (src/plan.c in the plan
+ * directory). Everything that is the same for each token of a model is here; what is done with it
+ * is in program.bin. */
 #ifndef PDS_PLAN_DESC_H
 #define PDS_PLAN_DESC_H
 
@@ -12,9 +13,10 @@ typedef enum pds_dtype {
   PDS_VEC_F32 = 3, /* plain fp32 vector [n] */
 } pds_dtype;
 
-/* A weight in a weight file. Packed: `count` matrices [n, k] one after the other, `stride` bytes apart; each is
- * ceil(n/16) panels of 16 output columns, and a panel is k_pad (k rounded up to 32) * 16 elements, K-contiguous
- * rows of 64 bytes. Zero padded in both directions. */
+/* A weight in a weight file. Packed: `count` matrices [n, k] one after the other, `stride` bytes
+ * apart; each is ceil(n/16) panels of 16 output columns, and a panel is 16 * k_pad elements (k_pad:
+ * k rounded up to 32) in rows of 64 bytes, K-contiguous. Zero padded in both directions. See
+ * docs/plan-format.md. */
 typedef struct pds_tensor {
   uint8_t dtype; /* pds_dtype */
   uint16_t file; /* index into pds_plan.files */
@@ -26,38 +28,47 @@ typedef struct pds_tensor {
 typedef struct pds_rope {
   const float *inv_freq; /* [dim / 2] */
   float scale;           /* factor on cos and sin (YaRN) */
-  uint32_t dim;          /* rotated dimensions; GQA: the leading ones of each head; MLA: the rope part */
-  uint8_t interleaved;   /* pairs (2i, 2i+1) instead of (i, i + dim/2) */
-  uint64_t table_offset; /* of its cos/sin table in PDS_BUF_ROPE, bytes; equal ropes (inv_freq, scale, dim) share one */
+  /* rotated dimensions; GQA: the leading ones of each head; MLA: the rope part */
+  uint32_t dim;
+  uint8_t interleaved; /* pairs (2i, 2i+1) instead of (i, i + dim/2) */
+  /* of its cos/sin table in PDS_BUF_ROPE, bytes; equal ropes (inv_freq, scale, dim) share one */
+  uint64_t table_offset;
 } pds_rope;
 
 typedef enum pds_attn_kind { PDS_GQA = 0, PDS_MLA = 1 } pds_attn_kind;
-typedef enum pds_qk_norm { PDS_QK_NONE = 0, PDS_QK_HEAD = 1, PDS_QK_FULL = 2 } pds_qk_norm; /* per head_dim | over all heads at once (OLMoE) */
+/* per head_dim | over all heads at once (OLMoE) */
+typedef enum pds_qk_norm { PDS_QK_NONE = 0, PDS_QK_HEAD = 1, PDS_QK_FULL = 2 } pds_qk_norm;
 
 typedef struct pds_attention {
   uint8_t kind;    /* pds_attn_kind */
   uint8_t qk_norm; /* pds_qk_norm, GQA only */
   uint32_t heads, kv_heads;
-  uint32_t qk_dim;            /* GQA: head_dim. MLA: nope + rope */
-  uint32_t v_dim;             /* per head */
-  uint32_t nope_dim;          /* MLA */
-  uint32_t q_lora, kv_lora;   /* MLA; q_lora 0: q is projected directly */
-  uint32_t window;            /* sliding window: keys j with i - j < window; 0: none */
-  float scale;                /* softmax scale */
-  float norm_eps;             /* q/k norms (GQA), q_a and kv_a norms (MLA) */
-  float clip;                 /* clamp q, k, v to +-clip after the q/k norms, before rope; 0: none (OLMoE clip_qkv) */
+  uint32_t qk_dim;          /* GQA: head_dim. MLA: nope + rope */
+  uint32_t v_dim;           /* per head */
+  uint32_t nope_dim;        /* MLA */
+  uint32_t q_lora, kv_lora; /* MLA; q_lora 0: q is projected directly */
+  uint32_t window;          /* sliding window: keys j with i - j < window; 0: none */
+  float scale;              /* softmax scale */
+  float norm_eps;           /* q/k norms (GQA), q_a and kv_a norms (MLA) */
+  /* clamp q, k, v to +-clip after the q/k norms, before rope; 0: none (OLMoE clip_qkv) */
+  float clip;
   pds_rope rope;
   /* GQA: rows of in_proj are [q | k | v]. MLA: [q or q_a | kv latent | k rope]. */
   pds_tensor in_proj, in_bias;
-  pds_tensor q_norm, k_norm;  /* GQA q/k norm weights; MLA: q_a norm and kv_a norm weights */
-  pds_tensor q_b;             /* MLA with q_lora: [heads * qk_dim, q_lora] */
-  pds_tensor uk;              /* MLA: `heads` matrices [kv_lora, nope]: absorbs W_UK into the query */
-  pds_tensor uv;              /* MLA: `heads` matrices [v_dim, kv_lora] */
+  pds_tensor q_norm, k_norm; /* GQA q/k norm weights; MLA: q_a norm and kv_a norm weights */
+  pds_tensor q_b;            /* MLA with q_lora: [heads * qk_dim, q_lora] */
+  /* MLA: `heads` matrices [kv_lora, nope]: absorbs W_UK into the query */
+  pds_tensor uk;
+  pds_tensor uv; /* MLA: `heads` matrices [v_dim, kv_lora] */
   pds_tensor o_proj, o_bias;
 } pds_attention;
 
 typedef enum pds_score { PDS_SOFTMAX = 0, PDS_SIGMOID = 1 } pds_score;
-typedef enum pds_group_score { PDS_GROUP_NONE = 0, PDS_GROUP_MAX = 1, PDS_GROUP_TOP2 = 2 } pds_group_score;
+typedef enum pds_group_score {
+  PDS_GROUP_NONE = 0,
+  PDS_GROUP_MAX = 1,
+  PDS_GROUP_TOP2 = 2
+} pds_group_score;
 
 typedef struct pds_gate {
   uint32_t experts, top_k;
@@ -67,14 +78,15 @@ typedef struct pds_gate {
   uint8_t mask_zero;   /* masked groups score 0 (DeepSeek-V2) instead of -inf (DeepSeek-V3) */
   uint32_t groups, top_groups;
   float norm_eps;
-  float scaling;       /* routed_scaling_factor, on the final weights */
-  pds_tensor weight;   /* packed fp32 [experts, hidden] */
-  pds_tensor bias;     /* fp32 [experts] added to the scores for the choice only */
+  float scaling;     /* routed_scaling_factor, on the final weights */
+  pds_tensor weight; /* packed fp32 [experts, hidden] */
+  pds_tensor bias;   /* fp32 [experts] added to the scores for the choice only */
 } pds_gate;
 
-/* SwiGLU: down(silu(gate(x)) * up(x)). gate_up holds gate and up panels alternating: panel 2p is gate columns
- * 16p..16p+15, panel 2p+1 the same columns of up; n = 2 * ceil16(inter). Routed experts: count = experts, and
- * gate_up and down share one stride (one blob an expert, 4096-aligned: gate_up, then down). */
+/* SwiGLU: down(silu(gate(x)) * up(x)). gate_up holds gate and up panels alternating: panel 2p is
+ * gate columns 16p..16p+15, panel 2p+1 the same columns of up; n = 2 * ceil16(inter). Routed
+ * experts: count = experts, and gate_up and down share one stride (one blob an expert,
+ * 4096-aligned: gate_up, then down). */
 typedef struct pds_mlp {
   uint32_t inter; /* 0: absent */
   pds_tensor gate_up, down;
@@ -85,39 +97,45 @@ typedef struct pds_layer {
   float attn_norm_eps, mlp_norm_eps;
   pds_tensor attn_norm, mlp_norm;
   pds_attention attn;
-  pds_gate gate;    /* moe */
-  pds_mlp experts;  /* moe */
-  pds_mlp shared;   /* moe; inter 0: none */
-  pds_mlp dense;    /* dense layers */
+  pds_gate gate;   /* moe */
+  pds_mlp experts; /* moe */
+  pds_mlp shared;  /* moe; inter 0: none */
+  pds_mlp dense;   /* dense layers */
 } pds_layer;
 
-/* Scratch buffers of a session: offsets come from compiler/passes/plan_memory.py, which is the one place that
- * knows their sizes. R = max_rows, L = max_logits; "act" is fp32 in fp32 plans and bf16 in bf16 plans. */
+/* Scratch buffers of a session: offsets come from compiler/passes/plan_memory.py, which is the one
+ * place that knows their sizes. R = max_rows, L = max_logits; "act" is fp32 in fp32 plans and bf16
+ * in bf16 plans. */
 typedef enum pds_buffer {
-  PDS_BUF_HID = 0,     /* fp32 [R, ceil32(hidden)]   residual stream */
-  PDS_BUF_XN,          /* fp32 [R, ceil32(hidden)]   normed rows (padding zero) */
-  PDS_BUF_XACT,        /* act  [R, ceil32(hidden)]   the same as GEMM input */
-  PDS_BUF_ROPE,        /* fp32 [R, 2, rope_dim / 2]  cos, sin of each row's position; one such table, rounded up to 64
-                          bytes, for each distinct rope of the plan (pds_rope.table_offset) */
-  PDS_BUF_QKV,         /* fp32 [R, ceil16(in_proj.n)]  */
-  PDS_BUF_QACT,        /* act  [R, ceil32(q_lora)]   MLA normed q_a */
-  PDS_BUF_QB,          /* fp32 [R, ceil16(heads * qk_dim)] MLA with q_lora: output of q_b */
-  PDS_BUF_Q,           /* act  [R, heads, ceil32(qk)] query as attention reads it; MLA: qk = kv_lora + rope */
-  PDS_BUF_QHEAD,       /* act  [R, heads, ceil32(nope)] MLA: nope part of the query, input of uk */
-  PDS_BUF_CTXACT,      /* act  [R, heads, ceil32(kv_lora)] MLA: attention output, input of uv */
-  PDS_BUF_OACT,        /* act  [R, ceil32(heads * v_dim)] attention output (MLA: output of uv), input of o_proj */
-  PDS_BUF_PARTIAL,     /* fp32 [min(R, 16), heads, splits, ceil16(v) + 16] split-KV partials (max, sum, output at 16);
-                          splits = ceil(max_context / kv_split); MLA: v = kv_lora */
+  PDS_BUF_HID = 0, /* fp32 [R, ceil32(hidden)]   residual stream */
+  PDS_BUF_XN,      /* fp32 [R, ceil32(hidden)]   normed rows (padding zero) */
+  PDS_BUF_XACT,    /* act  [R, ceil32(hidden)]   the same as GEMM input */
+  /* fp32 [R, 2, rope_dim / 2]  cos, sin of each row's position; one such table, rounded up to 64
+   * bytes, for each distinct rope of the plan (pds_rope.table_offset) */
+  PDS_BUF_ROPE,
+  PDS_BUF_QKV,  /* fp32 [R, ceil16(in_proj.n)]  */
+  PDS_BUF_QACT, /* act  [R, ceil32(q_lora)]   MLA normed q_a */
+  PDS_BUF_QB,   /* fp32 [R, ceil16(heads * qk_dim)] MLA with q_lora: output of q_b */
+  /* act  [R, heads, ceil32(qk)] query as attention reads it; MLA: qk = kv_lora + rope */
+  PDS_BUF_Q,
+  PDS_BUF_QHEAD,  /* act  [R, heads, ceil32(nope)] MLA: nope part of the query, input of uk */
+  PDS_BUF_CTXACT, /* act  [R, heads, ceil32(kv_lora)] MLA: attention output, input of uv */
+  /* act  [R, ceil32(heads * v_dim)] attention output (MLA: output of uv), input of o_proj */
+  PDS_BUF_OACT,
+  /* fp32 [min(R, 16), heads, splits, ceil16(v) + 16] split-KV partials (max, sum, output at 16);
+   * splits = ceil(max_context / kv_split); MLA: v = kv_lora */
+  PDS_BUF_PARTIAL,
   PDS_BUF_GATE,        /* fp32 [R, ceil16(max experts)] */
   PDS_BUF_ROUTE_ID,    /* i32  [R, top_k] */
   PDS_BUF_ROUTE_W,     /* fp32 [R, top_k] */
   PDS_BUF_EXPERT_ROWS, /* i32  [R * top_k] (row * top_k + rank) sorted by expert, stable */
   PDS_BUF_HOLES,       /* pds_hole [max experts] (step.h): ?c of the running layer */
-  PDS_BUF_MID,         /* act  [R * max(top_k, 1) , ceil32(max inter)] SwiGLU intermediate, also dense and shared */
-  PDS_BUF_MID_SHARED,  /* act  [R, ceil32(shared inter)] */
-  PDS_BUF_EXPERT_OUT,  /* fp32 [R * top_k, ceil32(hidden)] per (row, rank) */
-  PDS_BUF_SHARED_OUT,  /* fp32 [R, ceil32(hidden)] */
-  PDS_BUF_LOGITS,      /* fp32 [L, vocab] */
+  /* act  [R * max(top_k, 1) , ceil32(max inter)] SwiGLU intermediate, also dense and shared */
+  PDS_BUF_MID,
+  PDS_BUF_MID_SHARED, /* act  [R, ceil32(shared inter)] */
+  PDS_BUF_EXPERT_OUT, /* fp32 [R * top_k, ceil32(hidden)] per (row, rank) */
+  PDS_BUF_SHARED_OUT, /* fp32 [R, ceil32(hidden)] */
+  PDS_BUF_LOGITS,     /* fp32 [L, vocab] */
   PDS_BUF_COUNT
 } pds_buffer;
 
@@ -132,16 +150,17 @@ typedef struct pds_plan {
   uint8_t act_dtype; /* PDS_F32 or PDS_BF16: GEMM inputs and KV cache */
   uint32_t hidden, vocab, n_layers;
   uint32_t max_context, max_rows, max_logits, kv_block;
-  uint32_t kv_split;      /* context tokens per split of decode attention */
+  uint32_t kv_split; /* context tokens per split of decode attention */
   const pds_file *files;
   uint32_t n_files;
-  pds_tensor embed;       /* packed [vocab, hidden]; the same tensor as lm_head when tied */
+  pds_tensor embed; /* packed [vocab, hidden]; the same tensor as lm_head when tied */
   pds_tensor final_norm;
   float final_norm_eps;
   pds_tensor lm_head;
   const pds_layer *layers;
   /* from the memory plan */
-  uint64_t buffer_offset[PDS_BUF_COUNT]; /* within the session arena's scratch part, 64-byte aligned */
+  /* within the session arena's scratch part, 64-byte aligned */
+  uint64_t buffer_offset[PDS_BUF_COUNT];
   uint64_t buffer_bytes[PDS_BUF_COUNT];
   uint64_t scratch_bytes;        /* scratch part of a session arena */
   uint64_t thread_scratch_bytes; /* one worker's private scratch, in the engine arena */

@@ -17,9 +17,9 @@ typedef struct pds_step_ctx {
   const pds_plan *plan;
   const pds_kernels *kernels;
   pds_pool *pool;
-  const unsigned char *const *files;  /* base address of each mapped weight file */
-  unsigned char *scratch;             /* session scratch; pds_buf() below */
-  unsigned char *thread_scratch;      /* [threads][plan->thread_scratch_bytes], 64-byte aligned */
+  const unsigned char *const *files; /* base address of each mapped weight file */
+  unsigned char *scratch;            /* session scratch; pds_buf() below */
+  unsigned char *thread_scratch;     /* [threads][plan->thread_scratch_bytes], 64-byte aligned */
   /* the batch */
   uint32_t rows;
   const int32_t *token, *position, *seq;
@@ -34,7 +34,9 @@ typedef struct pds_step_ctx {
   uint32_t n_cpu_holes;
 } pds_step_ctx;
 
-static inline void *pds_buf(const pds_step_ctx *ctx, pds_buffer b) { return ctx->scratch + ctx->plan->buffer_offset[b]; }
+static inline void *pds_buf(const pds_step_ctx *ctx, pds_buffer b) {
+  return ctx->scratch + ctx->plan->buffer_offset[b];
+}
 static inline const void *pds_weight(const pds_step_ctx *ctx, const pds_tensor *t, uint32_t index) {
   return ctx->files[t->file] + t->offset + (uint64_t)index * t->stride;
 }
@@ -43,17 +45,28 @@ static inline const void *pds_weight(const pds_step_ctx *ctx, const pds_tensor *
 pds_status pds_ops_check(const pds_plan *plan);
 
 /* Operators: one function an opcode. None allocates, blocks on I/O or fails. */
-typedef enum pds_norm_site { PDS_NORM_ATTN = 0, PDS_NORM_MLP = 1, PDS_NORM_FINAL = 2 } pds_norm_site;
-void pds_op_rope_table(pds_step_ctx *ctx);                        /* once a step: PDS_BUF_ROPE (per distinct rope, see ops_attention.c) */
-void pds_op_embed(pds_step_ctx *ctx);                             /* token -> HID */
-void pds_op_norm(pds_step_ctx *ctx, uint32_t layer, pds_norm_site site); /* HID -> XN, XACT; FINAL: only the rows that want logits, compacted */
-void pds_op_attention(pds_step_ctx *ctx, uint32_t layer);         /* XACT -> KV append, HID += o_proj(attention) */
-void pds_op_mlp(pds_step_ctx *ctx, uint32_t layer);               /* dense layer: XACT -> HID += mlp */
-void pds_op_gate(pds_step_ctx *ctx, uint32_t layer);              /* XN -> ROUTE_ID, ROUTE_W */
-void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer);         /* ROUTE_ID -> EXPERT_ROWS, cpu_holes (ascending expert id) */
-void pds_op_shared_expert(pds_step_ctx *ctx, uint32_t layer);     /* XACT -> SHARED_OUT */
-void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uint32_t n_holes); /* XACT -> MID -> EXPERT_OUT */
-void pds_op_combine(pds_step_ctx *ctx, uint32_t layer, int shared); /* HID += sum over ranks in order of ROUTE_W * EXPERT_OUT (+ SHARED_OUT) */
-void pds_op_lm_head(pds_step_ctx *ctx);                           /* XACT -> LOGITS */
+typedef enum pds_norm_site {
+  PDS_NORM_ATTN = 0,
+  PDS_NORM_MLP = 1,
+  PDS_NORM_FINAL = 2
+} pds_norm_site;
+/* once a step: PDS_BUF_ROPE (per distinct rope, see ops_attention.c) */
+void pds_op_rope_table(pds_step_ctx *ctx);
+void pds_op_embed(pds_step_ctx *ctx); /* token -> HID */
+/* HID -> XN, XACT; FINAL: only the rows that want logits, compacted */
+void pds_op_norm(pds_step_ctx *ctx, uint32_t layer, pds_norm_site site);
+/* XACT -> KV append, HID += o_proj(attention) */
+void pds_op_attention(pds_step_ctx *ctx, uint32_t layer);
+/* dense layer: XACT -> HID += mlp */
+void pds_op_mlp(pds_step_ctx *ctx, uint32_t layer);
+void pds_op_gate(pds_step_ctx *ctx, uint32_t layer); /* XN -> ROUTE_ID, ROUTE_W */
+/* ROUTE_ID -> EXPERT_ROWS, cpu_holes (ascending expert id) */
+void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer);
+void pds_op_shared_expert(pds_step_ctx *ctx, uint32_t layer); /* XACT -> SHARED_OUT */
+/* XACT -> MID -> EXPERT_OUT */
+void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uint32_t n_holes);
+/* HID += sum over ranks in order of ROUTE_W * EXPERT_OUT (+ SHARED_OUT) */
+void pds_op_combine(pds_step_ctx *ctx, uint32_t layer, int shared);
+void pds_op_lm_head(pds_step_ctx *ctx); /* XACT -> LOGITS */
 
 #endif

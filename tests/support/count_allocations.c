@@ -31,8 +31,8 @@ typedef struct count_totals {
   uint64_t anon_bytes;   /* their bytes */
   uint64_t file_maps;    /* live file mappings */
   uint64_t file_bytes;
-  uint64_t map_calls;    /* calls of mmap and munmap */
-  uint64_t io_calls;     /* calls of open, read, pread, write, close and their kin */
+  uint64_t map_calls; /* calls of mmap and munmap */
+  uint64_t io_calls;  /* calls of open, read, pread, write, close and their kin */
 } count_totals;
 
 static uintptr_t watched_begin, watched_end;
@@ -122,12 +122,12 @@ EXPORT int munmap(void *at, size_t bytes) {
   return (int)syscall(SYS_munmap, at, bytes);
 }
 
-#define COUNT_IO(result, name, parameters, arguments) \
-  EXPORT result name parameters { \
-    static result(*real) parameters; \
-    if (!real) *(void **)&real = dlsym(RTLD_NEXT, #name); \
-    if (CALLER_WATCHED()) io_calls++; \
-    return real arguments; \
+#define COUNT_IO(result, name, parameters, arguments)                                              \
+  EXPORT result name parameters {                                                                  \
+    static result(*real) parameters;                                                               \
+    if (!real) *(void **)&real = dlsym(RTLD_NEXT, #name);                                          \
+    if (CALLER_WATCHED()) io_calls++;                                                              \
+    return real arguments;                                                                         \
   }
 COUNT_IO(ssize_t, read, (int fd, void *to, size_t n), (fd, to, n))
 COUNT_IO(ssize_t, pread, (int fd, void *to, size_t n, off_t at), (fd, to, n, at))
@@ -166,7 +166,9 @@ static int find_library(struct dl_phdr_info *info, size_t size, void *name) {
 }
 
 /* Watch the loaded library whose path contains `name`; 1 if there is one. */
-EXPORT int count_watch(const char *name) { return dl_iterate_phdr(find_library, (void *)name); }
+EXPORT int count_watch(const char *name) {
+  return dl_iterate_phdr(find_library, (void *)name);
+}
 
 EXPORT void count_read(count_totals *out) {
   memset(out, 0, sizeof *out);
