@@ -1,6 +1,7 @@
-"""Every error that PDScope raises on purpose: one line that names the cause and the remedy. Imports nothing of ours.
+"""Every error that PDScope raises on purpose: one line that names the cause and the remedy.
 
-The commands print such an error as one line and exit with 1; anything else that escapes is a defect.
+The commands print such an error as one line and exit with 1; anything else that escapes is a
+defect. Imports nothing of ours.
 """
 
 
@@ -13,7 +14,7 @@ class ModelError(PdscopeError):
 
 
 class PlanError(PdscopeError):
-    """A plan directory is missing, cut short, edited, or of another version; or a program breaks a rule."""
+    """A plan is missing, cut short, edited or of another version; or a program breaks a rule."""
 
 
 class TargetError(PdscopeError):

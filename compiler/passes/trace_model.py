@@ -1,8 +1,8 @@
 """The first passes: trace the model into graph.txt, and check that its leaf modules compute what
 the ops mean.
 
-May import pdscope.ir and pdscope.compiler.{leaf_check,passmanager}; torch and transformers come with
-them.
+May import pdscope.ir and pdscope.compiler.{leaf_check,passmanager}; torch and transformers come
+with them.
 """
 
 from collections.abc import Mapping

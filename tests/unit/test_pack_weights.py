@@ -1,4 +1,7 @@
-"""Packed weights: the layout of plan_desc.h, element by element (issue: runtime, "the packed weight layout")."""
+"""Packed weights: the layout of plan_desc.h, element by element.
+
+Holds: "The packed weight layout of the design, to the byte."
+"""
 
 from pathlib import Path
 from typing import Any
