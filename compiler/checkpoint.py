@@ -1,8 +1,8 @@
 """Safetensors checkpoints: which tensor is which parameter, and does it fit the model.
 
 Names are mapped by transformers' own conversion table, so PDScope accepts what transformers
-accepts. Weights stay in the mapped files until they are asked for. May import numpy, torch,
-transformers, safetensors, pdscope.ir and pdscope.errors.
+accepts. Weights stay in the mapped files until they are asked for. May import numpy,
+transformers, pdscope.compiler.safetensors_file and pdscope.errors.
 """
 
 import hashlib
@@ -29,7 +29,6 @@ __all__ = [
     "TensorInfo",
     "Weights",
     "check_finite",
-    "check_vocabulary",
     "map_parameters",
 ]
 
@@ -544,28 +543,3 @@ def _value_of(element: Any) -> str:
     if element.dtype != np.uint16:
         return str(float(element))
     return str(float(np.array([int(element) << 16], dtype=np.uint32).view(np.float32)[0]))
-
-
-def check_vocabulary(directory: Path, vocab: int) -> None:
-    """ModelError if tokenizer.json, if any, has token ids that the embedding has no row for."""
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        return
-    try:
-        tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not readable as JSON ({error}); {AGAIN}") from error
-    ids: list[int] = []
-    if isinstance(tokenizer, dict):
-        table = (tokenizer.get("model") or {}).get("vocab")
-        if isinstance(table, dict):
-            ids += [i for i in table.values() if isinstance(i, int)]
-        elif isinstance(table, list):
-            ids.append(len(table) - 1)
-        added = tokenizer.get("added_tokens") or []
-        ids += [t["id"] for t in added if isinstance(t, dict) and isinstance(t.get("id"), int)]
-    if ids and max(ids) >= vocab:
-        raise ModelError(
-            f"{path}: has token id {max(ids)}, but config.json's vocab_size is {vocab}; take the "
-            "tokenizer that belongs to this model"
-        )
