@@ -6,34 +6,31 @@ Moonlight-16B-A3B trace to programs with `--load-format dummy --dry-run` in unde
 
 import json
 import resource
-from pathlib import Path
 
 import pytest
 from support.commands import run_command
-from support.published_configs import PUBLISHED, published
+from support.published_configs import FOLDER, PUBLISHED
 
 # What the checkpoints hold, from the models' own weight counts.
 PARAMETERS = {
-    "Mixtral-8x7B-v0.1": 46_702_792_704,
-    "Qwen3-30B-A3B": 30_532_122_624,
-    "DeepSeek-V2-Lite": 15_706_484_224,
-    "Moonlight-16B-A3B": 15_960_110_208,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v2-lite": 15_706_484_224,
+    "moonlight-16b-a3b": 15_960_110_208,
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_dry_run(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_dry_run(name: str) -> None:
     """Time is the processor's: other test processes may be running."""
-    (tmp_path / "config.json").write_text(json.dumps(published(name)))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     options = ("--load-format", "dummy", "--dry-run", "--json")
-    ran = run_command("pdscope-compile", tmp_path, *options)
+    ran = run_command("pdscope-compile", FOLDER / name, *options)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert ran.status == 0, ran.err
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"{name}: {seconds:.1f} s of processor time")
     assert seconds < 20
-    assert list(tmp_path.iterdir()) == [tmp_path / "config.json"]
     manifest = json.loads(ran.out)["manifest"]
     assert manifest["model"]["parameters"] == PARAMETERS[name]
     assert manifest["programs"]["count"] == 3 * (PUBLISHED[name]["num_hidden_layers"] + 2)
