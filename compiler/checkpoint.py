@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ SINGLE = "model.safetensors"
 NOISE = (
     4_194_301  # values in the block that dummy weights are cut from: the largest prime below 2^22
 )
+DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 Array = NDArray[Any]
 # (bytes hashed so far, bytes in all)
 Progress = Callable[[int, int], None]
@@ -108,6 +110,15 @@ class Checkpoint:
     @property
     def total_bytes(self) -> int:
         return sum(f.size for f in self._files.values())
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype of most of its bytes: "float32", "bfloat16", "float16", or the file's own word."""
+        held: Counter[str] = Counter()
+        for info in self.tensors.values():
+            held[info.dtype] += info.nbytes
+        word = held.most_common(1)[0][0]
+        return DTYPE_NAMES.get(word, word)
 
     def read(self, key: str) -> Array:
         """A read-only view of the mapped file: float32, float16, or uint16 for bf16 bits."""
@@ -389,7 +400,7 @@ class Weights:
     def dtype_of(self, param: str) -> str:
         """The checkpoint's own dtype: "float32", "bfloat16" or "float16"."""
         info = self.checkpoint.tensors[self.sources[param][0].key]
-        return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}[info.dtype]
+        return DTYPE_NAMES[info.dtype]
 
     def get(self, param: str, part: str = "whole", expert: int | None = None) -> Array:
         """A parameter, or one expert's matrix of a fused one: float32, or uint16 holding bf16 bits.

@@ -19,9 +19,10 @@ from pdscope.compiler import target as targets
 from pdscope.compiler.checkpoint import Checkpoint, DummyWeights, Weights, map_parameters
 from pdscope.compiler.lowered import LoweredModel
 from pdscope.compiler.passes.build_library import BuildLibrary
+from pdscope.compiler.passes.check_weights import CheckWeights
 from pdscope.compiler.passes.emit_source import EmitSource
 from pdscope.compiler.passes.lower import Lower
-from pdscope.compiler.passes.pack_weights import CheckWeights, PackWeights, WeightReader
+from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
 from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMemory
 from pdscope.compiler.passes.schedule import Schedule
 from pdscope.compiler.passes.tokenizer_files import TokenizerFiles, generation_ids, read_json
@@ -144,12 +145,11 @@ class Model:
         round it)."""
         if self.options.dtype != "auto":
             return self.options.dtype
-        if graph.dtype == "bfloat16":
+        held = graph.dtype if self.checkpoint is None else self.checkpoint.main_dtype
+        if held == "bfloat16":
             return "bf16"
-        if graph.dtype != "float32":
-            self.notes.append(
-                f"{graph.dtype} weights are kept exactly, as fp32; --dtype bf16 halves them"
-            )
+        if held != "float32":
+            self.notes.append(f"{held} weights are kept exactly, as fp32; --dtype bf16 halves them")
         return "fp32"
 
     def weights_sha256(self) -> str:
@@ -257,8 +257,8 @@ class Pipeline:
         self.weights_sha256 = source.weights_sha256()
         run(TokenizerFiles(source.directory, lowered.vocab))
         reader = _Lazy(source.reader)
-        if source.options.check_weights:
-            run(CheckWeights(reader, self.weights_sha256, lowered))
+        if source.options.check_weights and source.checkpoint is not None:
+            run(CheckWeights(source.checkpoint, self.weights_sha256))
         source.progress.start("pack weights", sum(f.bytes for f in lowered.files))
         for file in lowered.files:
             result = run(PackWeights(file, reader, self.weights_sha256, source.progress.advance))

@@ -2,7 +2,7 @@
 
 The packed layout is the one that runtime_c/src/plan_desc.h describes. Values are converted exactly
 (bf16 -> fp32) or rounded to nearest even (fp32, fp16 -> bf16). May import numpy and
-pdscope.{errors,compiler.lowered,compiler.passmanager}.
+pdscope.compiler.{lowered,passmanager}.
 """
 
 import hashlib
@@ -23,14 +23,12 @@ from pdscope.compiler.lowered import (
     ExpertGateUp,
     Form,
     GateUp,
-    LoweredModel,
     Rows,
     Tensor,
     WeightFile,
     ceil_to,
 )
 from pdscope.compiler.passmanager import Workspace, writing
-from pdscope.errors import ModelError
 
 Array = NDArray[Any]
 
@@ -156,9 +154,6 @@ def to_bfloat16(a: Array) -> Array:
     return np.where(np.isnan(a), quiet, rounded).astype(np.uint16)
 
 
-# --- the passes ---
-
-
 @dataclass(frozen=True)
 class PackWeights:
     """One weight file, a pass of its own: a killed compile resumes behind the last whole file."""
@@ -181,32 +176,3 @@ class PackWeights:
         with writing(workspace.path(self.file.path)) as path:
             digest = write_weight_file(self.file, self.weights, path, self.progress)
         return {self.file.path: digest}
-
-
-@dataclass(frozen=True)
-class CheckWeights:
-    """--check-weights: refuse a model whose weights hold a NaN or an infinity."""
-
-    weights: WeightReader
-    weights_sha256: str
-    model: LoweredModel
-
-    name = "check-weights"
-    reads = ()
-
-    def inputs(self) -> Mapping[str, str]:
-        return {"weights": self.weights_sha256}
-
-    def run(self, workspace: Workspace) -> Mapping[str, str | None]:
-        for file in self.model.files:
-            for tensor in file.tensors:
-                for index in range(tensor.count):
-                    matrix = to_float32(_matrix(tensor, self.weights, index))
-                    if not np.isfinite(matrix).all():
-                        where = tuple(int(i) for i in np.argwhere(~np.isfinite(matrix))[0])
-                        expert = f", matrix {index}" if tensor.count > 1 else ""
-                        raise ModelError(
-                            f"{', '.join(tensor.source.names)}: {matrix[where]} at {where}{expert} "
-                            f"({tensor.name}); expected finite weights: fetch the checkpoint again"
-                        )
-        return {}
