@@ -113,7 +113,7 @@ class Checkpoint:
 
     @property
     def main_dtype(self) -> str:
-        """The dtype of most of its bytes: "float32", "bfloat16", "float16", or the file's own word."""
+        """The dtype of most bytes: "float32", "bfloat16", "float16", or the file's own word."""
         held: Counter[str] = Counter()
         for info in self.tensors.values():
             held[info.dtype] += info.nbytes
