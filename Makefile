@@ -39,7 +39,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/pdscope-compile $(DEMO_MODEL) -o $(DEMO_PLAN) --force
-	$(BIN)/pdscope-run $(DEMO_PLAN) --chat --prompt '$(DEMO_PROMPT)' --max-new-tokens 120 --seed 7
+	$(BIN)/pdscope-run $(DEMO_PLAN) --chat --prompt '$(DEMO_PROMPT)' --max-new-tokens 120 --temperature 0.7 --top-p 0.9 --seed 5
 	@echo
 	@echo "The plan is in $(DEMO_PLAN)/. Look at it:"
 	@echo "  $(BIN)/pdscope-inspect $(DEMO_PLAN)                             what it holds"
@@ -51,7 +51,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
+	@echo clang-format --dry-run -Werror ...
+	@$(BIN)/clang-format --dry-run -Werror $(C_FILES)
 	$(BIN)/python -m pdscope.ir.isa --check
 
 format: $(VENV)/.installed-dev
@@ -63,7 +64,7 @@ test: lint
 	$(BIN)/pytest -n $(JOBS) -q -m "not verify"
 
 verify: lint
-	$(BIN)/pytest -n $(JOBS) -q
+	$(BIN)/pytest -n $(JOBS) -q --run-verify
 
 wheel: $(BIN)/python
 	$(BIN)/python -m pip wheel --disable-pip-version-check -q --no-deps $(PIP_ARGS) -w dist .
