@@ -1,8 +1,10 @@
-/* cases.h: every case of the test program; each is `void case_NAME(void)` in case_NAME.c. */
+/* cases.h: every case of the test program; each is `void case_NAME(void)` in case_NAME.c, but fork's
+ * is in case_engine.c. */
 #define TEST_CASES(X)                                                                              \
   X(base)                                                                                          \
   X(pool)                                                                                          \
   X(kv)                                                                                            \
   X(sample)                                                                                        \
   X(engine)                                                                                        \
+  X(fork)                                                                                          \
   X(kernels)
