@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from pdscope.session import Messages, Prompt, Session
 
 
+BURST = 16  # tokens that run() makes in one call of the runtime
+
+
 @dataclass(frozen=True)
 class Completion:
     """The result of one generation."""
@@ -194,6 +197,10 @@ class Stream(Iterator[str]):
         except BaseException:
             self._end(None)
             raise
+        return self._take(token)
+
+    def _take(self, token: int) -> str:
+        """The text that a new token completes; ends the generation if it was the last."""
         self.tokens.append(token)
         reason = self._reason(token)
         piece = self._piece(token, reason)
@@ -206,10 +213,31 @@ class Stream(Iterator[str]):
     def run(self) -> Completion:
         """The whole generation at once; other threads wait for their turn."""
         with self._session._lock:
-            for _ in self:
-                pass
+            next(self)
+            while not self._done:
+                if self._request.stop:
+                    next(self)
+                else:
+                    self._burst()
         assert self.completion is not None
         return self.completion
+
+    def _burst(self) -> None:
+        """Some tokens with no Python in between; few enough that Ctrl-C is heard soon."""
+        request, session = self._request, self._session
+        room = session.engine.info.max_context + 1 - len(request.ids) - len(self.tokens)
+        limit = min(BURST, room, request.max_new_tokens - len(self.tokens))
+        try:
+            with session._streaming(self, request.seq, False):
+                begin = time.perf_counter()
+                stop = np.array(sorted(request.eos), np.int32)
+                tokens = session._generate(self._sampler, request.seq, limit, stop)
+                self._seconds[1] += time.perf_counter() - begin
+        except BaseException:
+            self._end(None)
+            raise
+        for token in tokens:
+            self._take(token)
 
     def close(self) -> None:
         """Ends the generation here."""

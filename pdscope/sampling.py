@@ -98,6 +98,33 @@ class Sampler:
         self._history[self._length : self._length + len(ids)] = ids
         self._length += len(ids)
 
+    def generate(self, session: Any, seq: int, limit: int, stop: Any) -> tuple[int, list[int]]:
+        """pds_generate behind the history: (status, up to `limit` new tokens, a stop id last).
+
+        session: pds_session pointer. stop: int32 array of ids that end it. The tokens join the
+        history whatever the status is.
+        """
+        c = ffi()
+        request = c.new(
+            "pds_generation *",
+            {
+                "sampler": self._struct,
+                "stop_ids": c.from_buffer("int32_t[]", stop),
+                "n_stop_ids": len(stop),
+                "n_history": self._length,
+                "history": self._c_history,
+                "max_tokens": limit,
+                "seq": seq,
+                "scratch_values": self._c_values,
+                "scratch_ids": self._c_ids,
+            },
+        )
+        count = c.new("uint32_t *")
+        status = int(self._library.lib.pds_generate(session, request, count))
+        begin, self._length = self._length, self._length + int(count[0])
+        self._struct.draw += int(count[0])
+        return status, self._history[begin : self._length].tolist()
+
     def draw(self, logits: NDArray[np.float32]) -> int:
         """The next token for fp32 logits [vocab]; it joins the history."""
         row = np.ascontiguousarray(logits, np.float32)

@@ -24,6 +24,7 @@ from pdscope.observe import TapEvent, Trace, tap_callback
 if TYPE_CHECKING:
     from pdscope.engine import Engine
     from pdscope.generation import Completion, Stream
+    from pdscope.sampling import Sampler
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 Messages = Sequence[Mapping[str, Any]]
@@ -357,6 +358,22 @@ class Session:
         self._want[0] = 1
         logits: NDArray[np.float32] = self._run(1)[0]
         return logits
+
+    def _generate(
+        self, sampler: "Sampler", seq: int, limit: int, stop: NDArray[np.int32]
+    ) -> list[int]:
+        """Up to `limit` further tokens by the runtime alone; a stop id is the last one."""
+        status, tokens = sampler.generate(self._pointer(), seq, limit, stop)
+        while status == PDS_ERR_CANCELLED and not self._take_cancel():
+            # A cancel() that came too late for what it was meant for: not ours.
+            status, more = sampler.generate(self._pointer(), seq, limit - len(tokens), stop)
+            tokens += more
+        if status == PDS_ERR_CANCELLED:
+            raise Cancelled("cancelled by cancel() from another thread")
+        self._check(status)
+        if self._tap_error:
+            raise self._tap_error.pop()
+        return tokens
 
     def _step(
         self,

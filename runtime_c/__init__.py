@@ -29,6 +29,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/engine.c",
     "src/session.c",
     "src/sample.c",
+    "src/generate.c",
     "src/ops_gemm.c",
     "src/ops_dense.c",
     "src/ops_attention.c",

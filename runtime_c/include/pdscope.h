@@ -181,6 +181,23 @@ pds_status pds_seq_restore(pds_session *session, int32_t seq, const void *buffer
 pds_status pds_sample(const float *logits, uint32_t vocab, const pds_sampler *sampler, const int32_t *history, uint32_t n_history,
                       float *scratch_values, int32_t *scratch_ids, int32_t *out_token);
 
+/* --- generation: steps and samples one sequence, with no caller in between ---
+ * history[0..n_history) holds the prompt and the tokens so far; its last one is not in the KV yet. New tokens are
+ * appended to it, up to max_tokens, and *out_tokens counts them, also when the call fails (a cancelled one is
+ * resumed by calling again). Stops behind a token of stop_ids. The sampler's draw is that of the first new token. */
+typedef struct pds_generation {
+  const pds_sampler *sampler;
+  const int32_t *stop_ids;
+  uint32_t n_stop_ids;
+  uint32_t n_history;
+  int32_t *history; /* [n_history + max_tokens] */
+  uint32_t max_tokens;
+  int32_t seq;
+  float *scratch_values; /* [vocab], as for pds_sample */
+  int32_t *scratch_ids;  /* [vocab] */
+} pds_generation;
+pds_status pds_generate(pds_session *session, const pds_generation *generation, uint32_t *out_tokens); /* blocking */
+
 /* --- names and errors --- */
 const char *pds_last_error(void);
 const char *pds_status_name(pds_status status);

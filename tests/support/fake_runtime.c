@@ -310,3 +310,23 @@ pds_status pds_sample(const float *logits, uint32_t vocab, const pds_sampler *p,
   *out = p->temperature > 0 ? (int32_t)(mix(p->seed * 1000003 + p->draw) % vocab) : (int32_t)best;
   return PDS_OK;
 }
+
+pds_status pds_generate(pds_session *s, const pds_generation *g, uint32_t *out) {
+  pds_sampler sampler = *g->sampler;
+  *out = 0;
+  for (uint32_t n = g->n_history; *out < g->max_tokens; n++) {
+    int32_t position = (int32_t)(n - 1);
+    pds_batch batch = {.n = 1, .token = &g->history[n - 1], .position = &position, .seq = &g->seq};
+    pds_logits logits;
+    pds_status status = pds_step(s, &batch, &logits);
+    if (status) return status;
+    status = pds_sample(logits.data, logits.vocab, &sampler, g->history, n, g->scratch_values,
+                        g->scratch_ids, &g->history[n]);
+    if (status) return status;
+    sampler.draw++;
+    ++*out;
+    for (uint32_t i = 0; i < g->n_stop_ids; i++)
+      if (g->stop_ids[i] == g->history[n]) return PDS_OK;
+  }
+  return PDS_OK;
+}

@@ -15,6 +15,7 @@ from support.plans import PlanStore
 
 import pdscope
 from pdscope.errors import BudgetError, InputError
+from pdscope.generation import BURST
 from pdscope.tokens import StopStrings
 
 WHOLE = " world! \U0001f600\u4e2d STOP here now.\n\ufffdABC"
@@ -217,3 +218,35 @@ def test_plan_without_a_tokenizer(plans: PlanStore, tmp_path: Path) -> None:
             engine.generate("Hello")
         with pytest.raises(InputError, match="no tokenizer|need a tokenizer"):
             engine.generate([5], stop="x")
+
+
+@pytest.mark.parametrize("count", [1, 2, BURST, BURST + 1, BURST + 2, 2 * BURST + 1, 40])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bursts_and_single_tokens_agree(
+    engine: pdscope.Engine, count: int, temperature: float
+) -> None:
+    """Issue: no Python on the per-token path; streaming, which has it, gives the same tokens."""
+    options: dict[str, Any] = {
+        "max_new_tokens": count,
+        "temperature": temperature,
+        "seed": 3,
+        "ignore_eos": True,
+    }
+    stream = engine.generate("Hello", stream=True, **options)
+    pieces = list(stream)
+    done = engine.generate("Hello", **options)
+    assert list(done.tokens) == stream.tokens and len(done.tokens) == count
+    assert done.text == "".join(pieces)
+
+
+def test_a_burst_ends_at_an_eos_and_at_the_end_of_the_context(engine: pdscope.Engine) -> None:
+    """Issue: every EOS id; full context stops cleanly."""
+    for prompt in ([62], [5, 6, 7]):
+        for ignore in (False, True):
+            options: dict[str, Any] = {"max_new_tokens": None, "ignore_eos": ignore}
+            stream = engine.generate(prompt, stream=True, **options)
+            list(stream)
+            done = engine.generate(prompt, **options)
+            assert done.tokens == tuple(stream.tokens)
+            assert stream.completion is not None
+            assert done.stop_reason == stream.completion.stop_reason
