@@ -99,3 +99,14 @@ def test_publish_swaps_an_old_plan(tmp_path: Path) -> None:
         publish(ws, out, replace=True)
         assert json.loads((out / "plan.json").read_text()) == {"n": text}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_dump_shows_what_each_pass_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue: PDSCOPE_DUMP, NNN_pass.plan after every pass; PDSCOPE_DEBUG=2, times."""
+    monkeypatch.setenv("PDSCOPE_DUMP", str(tmp_path / "dump"))
+    monkeypatch.setenv("PDSCOPE_DEBUG", "2")
+    PassManager(Workspace(tmp_path / "work"), "code").run(Upper("abc"))
+    assert (tmp_path / "dump" / "001_upper.plan").read_text() == "// upper.txt\nABC\n"
+    assert "upper: 0." in capsys.readouterr().err
