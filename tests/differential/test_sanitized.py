@@ -1,0 +1,46 @@
+"""The Python tests of the runtime, on a library built with the sanitizers.
+
+Holds: "Python tests of the runtime pass with the sanitizer preloaded in `make verify`".
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.assets import ROOT
+
+TESTS = ("tests/unit/test_engine_runtime.py", "tests/differential/test_consistency.py")
+FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g"
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("tests", TESTS)
+def test_under_address_and_undefined_sanitizer(tmp_path: Path, tests: str) -> None:
+    """A second pytest, with AddressSanitizer preloaded, compiles its plans with both sanitizers."""
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        pytest.skip("needs gcc with its sanitizer libraries")
+    libraries = []
+    for name in ("libasan.so", "libubsan.so"):
+        command = [gcc, f"-print-file-name={name}"]
+        path = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        if not Path(path).is_absolute():
+            pytest.skip(f"gcc has no {name}")
+        libraries.append(path)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    env |= {
+        "PDSCOPE_CC": f"{gcc} {FLAGS}",
+        "LD_PRELOAD": " ".join(libraries),
+        # The interpreter never frees all its memory; the C tests look for leaks.
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1:abort_on_error=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
+    command += ["--basetemp", str(tmp_path / "run"), "-p", "no:xdist"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "passed" in done.stdout
