@@ -7,7 +7,7 @@ import math
 from typing import Any, TypeGuard
 
 from pdscope.errors import ModelError
-from pdscope.ir.graph import GqaAttrs, MlaAttrs, MlpAttrs, Rope
+from pdscope.ir.graph import GateAttrs, GqaAttrs, MlaAttrs, MlpAttrs, Rope
 from pdscope.models.family import Config, WeightNames, require_multiple, require_positive
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
@@ -119,6 +119,23 @@ def gqa(
         clip=clip,
     )
     return attrs, weights
+
+
+def softmax_gate(module: Any, normalise: bool) -> tuple[GateAttrs, WeightNames]:
+    """Softmax over all experts, then the best top_k, with their weights renormalised or not."""
+    attrs = GateAttrs(
+        experts=int(module.num_experts),
+        top_k=int(module.top_k),
+        score="softmax",
+        normalise=normalise,
+        norm_eps=0.0,
+        scaling=1.0,
+        groups=1,
+        top_groups=1,
+        group_score="none",
+        masked_score=0.0,
+    )
+    return attrs, {"weight": "weight"}
 
 
 def mla(

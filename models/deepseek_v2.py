@@ -25,6 +25,21 @@ GREEDY = "greedy"
 GROUPED = "group_limited_greedy"
 
 
+# Keys of config.json that both DeepSeek families must name.
+LATENT_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "n_routed_experts",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+
+
 def check_latent_attention(hf_config: Any, config: Config) -> None:
     """Dimensions of latent attention, dense layers and shared experts; also DeepSeek-V3's."""
     require_positive(
@@ -160,18 +175,7 @@ FAMILY = Family(
         "DeepseekV2Experts": Role.EXPERTS,
         "DeepseekV2MLP": Role.MLP,
     },
-    required=(
-        "vocab_size",
-        "hidden_size",
-        "moe_intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "n_routed_experts",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-    ),
+    required=LATENT_KEYS,
     attention=_attention,
     gate=_gate,
     check=_check,

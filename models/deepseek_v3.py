@@ -9,7 +9,7 @@ from typing import Any
 
 from pdscope.ir.graph import GateAttrs, MlaAttrs, Rope
 from pdscope.models.common import check_shared, mla
-from pdscope.models.deepseek_v2 import check_latent_attention, shrink_latent
+from pdscope.models.deepseek_v2 import LATENT_KEYS, check_latent_attention, shrink_latent
 from pdscope.models.family import (
     Config,
     Family,
@@ -80,18 +80,7 @@ FAMILY = Family(
         "DeepseekV3Experts": Role.EXPERTS,
         "DeepseekV3MLP": Role.MLP,
     },
-    required=(
-        "vocab_size",
-        "hidden_size",
-        "moe_intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "n_routed_experts",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-    ),
+    required=LATENT_KEYS,
     attention=_attention,
     gate=_gate,
     check=_check,

@@ -6,7 +6,7 @@ May import pdscope.ir, pdscope.errors and the shared parts of pdscope.models.
 from typing import Any
 
 from pdscope.ir.graph import GateAttrs, GqaAttrs, Rope
-from pdscope.models.common import check_shared, check_window, gqa, shrink_gqa
+from pdscope.models.common import check_shared, check_window, gqa, shrink_gqa, softmax_gate
 from pdscope.models.family import (
     Config,
     Family,
@@ -29,19 +29,7 @@ def _attention(module: Any, rope: Rope, window: int | None) -> tuple[GqaAttrs, W
 
 
 def _gate(module: Any) -> tuple[GateAttrs, WeightNames]:
-    attrs = GateAttrs(
-        experts=int(module.num_experts),
-        top_k=int(module.top_k),
-        score="softmax",
-        normalise=True,
-        norm_eps=0.0,
-        scaling=1.0,
-        groups=1,
-        top_groups=1,
-        group_score="none",
-        masked_score=0.0,
-    )
-    return attrs, {"weight": "weight"}
+    return softmax_gate(module, normalise=True)
 
 
 def _shrink(hf_config: Any, config: Config) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdscope.errors import ModelError
 from pdscope.ir.graph import GateAttrs, GqaAttrs, Rope
-from pdscope.models.common import check_shared, gqa, shrink_gqa
+from pdscope.models.common import check_shared, gqa, shrink_gqa, softmax_gate
 from pdscope.models.family import (
     Config,
     Family,
@@ -36,19 +36,7 @@ def _attention(module: Any, rope: Rope, window: int | None) -> tuple[GqaAttrs, W
 
 
 def _gate(module: Any) -> tuple[GateAttrs, WeightNames]:
-    attrs = GateAttrs(
-        experts=int(module.num_experts),
-        top_k=int(module.top_k),
-        score="softmax",
-        normalise=bool(module.norm_topk_prob),
-        norm_eps=0.0,
-        scaling=1.0,
-        groups=1,
-        top_groups=1,
-        group_score="none",
-        masked_score=0.0,
-    )
-    return attrs, {"weight": "weight"}
+    return softmax_gate(module, normalise=bool(module.norm_topk_prob))
 
 
 def _shrink(hf_config: Any, config: Config) -> dict[str, Any]:
