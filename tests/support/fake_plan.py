@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from pdscope import runtime_c
+
 VOCAB, MAX_CONTEXT, MAX_ROWS, MAX_LOGITS, LAYERS = 64, 96, 16, 8, 3
 PLAN_HASH = "ab" * 32
 
@@ -117,8 +118,8 @@ def build_library(target: Path, *options: str) -> None:
     }
     command = [_compiler(), "-O1", "-shared", "-fPIC", "-std=gnu11", "-Wall", "-Werror"]
     command += [f"-D{name}={value}" for name, value in sizes.items()]
-    command += ["-I", str(ROOT / "runtime_c" / "include"), *options]
-    command += [str(ROOT / "tests" / "support" / "fake_runtime.c"), "-o", str(target)]
+    command += ["-I", str(runtime_c.ROOT / "include"), *options]
+    command += [str(Path(__file__).with_name("fake_runtime.c")), "-o", str(target)]
     subprocess.run(command, check=True)
 
 
