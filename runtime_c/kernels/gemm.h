@@ -2,6 +2,7 @@
  * is f32 or bf16 and T(name) has been defined there. Weights are stationary: each group of
  * panels passes over a chunk of rows of x that stays in the second-level cache. */
 
+#ifndef TILE_NO_GEMM
 typedef void (*T(tile_fn))(const unsigned char *const *x, const unsigned char *w,
                            size_t panel_stride, uint32_t words, size_t jump, float *acc,
                            size_t acc_stride);
@@ -48,6 +49,7 @@ static const T(tile_fn) T(tiles)[TILE_ROWS][3] = {
     {T(tile_4x1), 0, 0},
 #endif
 };
+#endif
 
 /* Columns [col, col + cols) of one output row from their sums. */
 PDS_INLINE void T(finish)(const pds_gemm *g, const float *sum, size_t y_row, uint32_t col,
@@ -76,6 +78,7 @@ PDS_INLINE void T(finish_swiglu)(const pds_gemm *g, const float *sum, size_t y_r
   }
 }
 
+#ifndef TILE_NO_GEMM
 PDS_INLINE void T(gemm_any)(const pds_gemm *g, const int swiglu) {
   enum { GROUP = 4, X_BYTES = 256 * 1024 };
   const uint32_t per_panel =
@@ -134,6 +137,7 @@ static void T(gemm)(const pds_gemm *g) {
 static void T(swiglu)(const pds_gemm *g) {
   T(gemm_any)(g, 1);
 }
+#endif
 
 static void T(convert)(const float *x, void *y, uint32_t n) {
   T(elt) *out = y;
