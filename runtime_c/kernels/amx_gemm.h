@@ -328,7 +328,9 @@ PDS_INLINE void amx_any(const pds_gemm *g, const int swiglu) {
                    .sums = sums};
   amx_configure(g->rows < AMX_ROWS ? g->rows : AMX_ROWS);
   uint32_t most = AMX_GROUPS; /* fewer, but not too few, where all of K would not fit */
-  while (!pass.in_place && most > 2 && most * k_tiles > AMX_X_BYTES / AMX_TILE_BYTES) most /= 2;
+  uint32_t x_bytes = (g->l2_bytes ? g->l2_bytes : 1024 * 1024) / 2; /* the rest: panels, sums */
+  if (x_bytes > AMX_X_BYTES) x_bytes = AMX_X_BYTES;
+  while (most > 4 && most * k_tiles > x_bytes / AMX_TILE_BYTES) most /= 2;
   for (uint32_t first = 0; first < pass.last_group; first += most) {
     pass.first_group = first;
     pass.groups = pass.last_group - first < most ? pass.last_group - first : most;

@@ -49,6 +49,7 @@ typedef struct pds_gemm {
   uint32_t rows, k, cols; /* bf16: k is even */
   uint32_t pad;           /* PDS_OUT_ACT: columns to zero-fill up to; <= cols: none */
   uint32_t out;           /* pds_gemm_out */
+  uint32_t l2_bytes;      /* second-level cache of one worker, for blocking alone; 0: 512 KiB */
 } pds_gemm;
 
 /* The kernels that read or write act data. */

@@ -141,6 +141,22 @@ const char *pds_cpu_missing(const char *names, size_t *out_length) {
   return NULL;
 }
 
+uint32_t pds_cpu_l2_bytes(void) {
+  long bytes = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+#if defined(__x86_64__)
+  for (uint32_t i = 0; bytes <= 0 && i < 8; i++) { /* Intel SDM vol. 2A, CPUID leaf 4 */
+    uint32_t a, b, c, d;
+    if (!__get_cpuid_count(4, i, &a, &b, &c, &d) || (a & 31) == 0) break;
+    if ((a >> 5 & 7) != 2 || (a & 31) == 2) continue; /* another level, or instructions */
+    bytes = (long)((b >> 22) + 1) * ((b >> 12 & 1023) + 1) * ((b & 4095) + 1) * ((long)c + 1);
+  }
+#endif
+  return bytes > 0 && bytes <= 64 * 1024 * 1024 ? (uint32_t)bytes : 0;
+}
+
 /* Reads a small text file without stdio, which would allocate. False if it cannot be read. */
 static bool read_text(const char *path, char *buffer, size_t size) {
   int fd = open(path, O_RDONLY | O_CLOEXEC);
