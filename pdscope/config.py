@@ -21,8 +21,8 @@ def c_compiler() -> str | None:
 
 
 def forced_isa() -> str | None:
-    """PDSCOPE_ISA: the kernel path to use (scalar, avx2, avx512, avx512bf16); an unknown name is an
-    error."""
+    """PDSCOPE_ISA: the kernel path to use (scalar, avx2, avx512, avx512bf16, amx); an unknown
+    name is an error."""
     return os.environ.get("PDSCOPE_ISA") or None
 
 

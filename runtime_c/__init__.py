@@ -54,15 +54,18 @@ class IsaPath:
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512BF16 = (*_AVX512, "avx512_bf16")
+_AMX = (*_AVX512BF16, "amx_tile", "amx_bf16")
 
 
 def _flags(features: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"-m{feature.replace('_', '')}" for feature in features)
+    names = (f.replace("_", "-" if f.startswith("amx") else "") for f in features)
+    return tuple(f"-m{name}" for name in names)
 
 
 #: Kernel paths, best first.
 ISA_PATHS: Mapping[str, IsaPath] = MappingProxyType(
     {
+        "amx": IsaPath("x86_64", _AMX, _flags(_AMX), ("kernels/amx.c",)),
         "avx512bf16": IsaPath(
             "x86_64", _AVX512BF16, _flags(_AVX512BF16), ("kernels/avx512bf16.c",)
         ),

@@ -28,7 +28,7 @@ ENGINE_HEADER = 16384
 SESSION_HEADER = 8192
 POOL_BYTES = 1024
 WORKER_BYTES = 256
-STACK_BYTES = 589824
+STACK_BYTES = 1114112
 
 BATCH_ROWS = 16  # steps of at most this many rows split attention over the context
 KV_SPLIT = 512  # context tokens of one split

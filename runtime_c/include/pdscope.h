@@ -116,7 +116,8 @@ typedef struct pds_session_stats {
   uint64_t session_bytes;    /* anonymous memory of the session */
 } pds_session_stats;
 
-/* One executed instruction. Times are CLOCK_MONOTONIC nanoseconds. */
+/* One executed instruction. Times are CLOCK_MONOTONIC nanoseconds. Instructions that ran as one
+ * parallel job (a layer's shared and routed experts) have the same times. */
 typedef struct pds_trace_record {
   uint64_t begin_ns;
   uint64_t end_ns;

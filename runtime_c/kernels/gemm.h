@@ -2,15 +2,16 @@
  * is f32 or bf16 and T(name) has been defined there. Weights are stationary: each group of
  * panels passes over a chunk of rows of x that stays in the second-level cache. */
 
+#ifndef TILE_NO_GEMM
 typedef void (*T(tile_fn))(const unsigned char *const *x, const unsigned char *w,
-                           size_t panel_stride, uint32_t words, size_t jump, float *acc,
-                           size_t acc_stride);
+                           size_t panel_stride, uint32_t words, size_t jump, size_t next,
+                           float *acc, size_t acc_stride);
 
 #define TILE(rows, panels)                                                                         \
   static void T(tile_##rows##x##panels)(const unsigned char *const *x, const unsigned char *w,     \
                                         size_t panel_stride, uint32_t words, size_t jump,          \
-                                        float *acc, size_t acc_stride) {                           \
-    T(tile)(x, w, panel_stride, words, jump, acc, acc_stride, rows, panels);                       \
+                                        size_t next, float *acc, size_t acc_stride) {              \
+    T(tile)(x, w, panel_stride, words, jump, next, acc, acc_stride, rows, panels);                 \
   }
 TILE(1, 1)
 TILE(1, 2)
@@ -48,6 +49,7 @@ static const T(tile_fn) T(tiles)[TILE_ROWS][3] = {
     {T(tile_4x1), 0, 0},
 #endif
 };
+#endif
 
 /* Columns [col, col + cols) of one output row from their sums. */
 PDS_INLINE void T(finish)(const pds_gemm *g, const float *sum, size_t y_row, uint32_t col,
@@ -76,15 +78,17 @@ PDS_INLINE void T(finish_swiglu)(const pds_gemm *g, const float *sum, size_t y_r
   }
 }
 
+#ifndef TILE_NO_GEMM
 PDS_INLINE void T(gemm_any)(const pds_gemm *g, const int swiglu) {
-  enum { GROUP = 4, X_BYTES = 256 * 1024 };
+  enum { GROUP = 4 };
   const uint32_t per_panel =
       swiglu ? PDS_LANES / 2 : PDS_LANES; /* columns of y in one panel of W */
   const uint32_t panels = (swiglu ? 2 : 1) * ((g->cols + PDS_LANES - 1) / PDS_LANES);
   const uint32_t words = (uint32_t)((g->k * sizeof(T(elt)) + 3) / 4);
   const unsigned char *x[TILE_ROWS];
   float sum[TILE_ROWS][GROUP * PDS_LANES] __attribute__((aligned(64)));
-  uint32_t chunk = (uint32_t)(X_BYTES / (words * 4 + 1)) / TILE_ROWS * TILE_ROWS;
+  const uint32_t x_bytes = (g->l2_bytes ? g->l2_bytes : 512 * 1024) / 2; /* the rest: panels, y */
+  uint32_t chunk = x_bytes / (words * 4 + 1) / TILE_ROWS * TILE_ROWS;
   if (chunk < 4 * TILE_ROWS) chunk = 4 * TILE_ROWS;
 
   for (uint32_t first = 0; first < g->rows; first += chunk) {
@@ -104,8 +108,10 @@ PDS_INLINE void T(gemm_any)(const pds_gemm *g, const int swiglu) {
           uint32_t step = TILE_PANELS(rows), log2 = step == 4 ? 2 : step == 2 ? 1 : 0;
           while (step > width - p) step >>= 1, log2--;
           const size_t jump = p0 + p + step < panels ? (step - 1) * g->panel_stride : 0;
+          const int leaves = i0 + TILE_ROWS >= last && p0 + width + p + step <= panels;
+          const size_t next = leaves ? width * g->panel_stride : 0;
           T(tiles)
-          [rows - 1][log2](x, w + p *g->panel_stride, g->panel_stride, words, jump,
+          [rows - 1][log2](x, w + p *g->panel_stride, g->panel_stride, words, jump, next,
                            sum[0] + p *PDS_LANES, GROUP *PDS_LANES);
           p += step;
         }
@@ -134,6 +140,7 @@ static void T(gemm)(const pds_gemm *g) {
 static void T(swiglu)(const pds_gemm *g) {
   T(gemm_any)(g, 1);
 }
+#endif
 
 static void T(convert)(const float *x, void *y, uint32_t n) {
   T(elt) *out = y;

@@ -9,11 +9,12 @@
  * Numbers, the same on every path up to the rounding of each operation:
  *   - a GEMM output is one chain of multiply-adds over k in ascending order, whatever the number
  *     of rows or columns of the call: so a row's result depends neither on the other rows nor on
- *     how the work was cut;
+ *     how the work was cut. amx alone adds up 32 k at a time (a tile) before they join the chain,
+ *     for calls of one row as for those of many, so the same holds;
  *   - fp32 to bf16 rounds to nearest even; NaN stays a (quiet) NaN, overflow becomes Inf;
  *   - NaN and Inf propagate as in the formulas: silu(-Inf) = NaN, silu(Inf) = Inf, softmax over
- *     a row holding NaN or +Inf is NaN. avx512bf16 alone treats denormal bf16 inputs and
- *     denormal sums in GEMMs as zero (vdpbf16ps). */
+ *     a row holding NaN or +Inf is NaN. avx512bf16 and amx alone treat denormal bf16 inputs and
+ *     denormal sums in GEMMs as zero (vdpbf16ps, tdpbf16ps). */
 #ifndef PDS_KERNELS_H
 #define PDS_KERNELS_H
 
@@ -48,6 +49,7 @@ typedef struct pds_gemm {
   uint32_t rows, k, cols; /* bf16: k is even */
   uint32_t pad;           /* PDS_OUT_ACT: columns to zero-fill up to; <= cols: none */
   uint32_t out;           /* pds_gemm_out */
+  uint32_t l2_bytes;      /* second-level cache of one worker, for blocking alone; 0: 512 KiB */
 } pds_gemm;
 
 /* The kernels that read or write act data. */
@@ -90,5 +92,6 @@ const pds_kernels *pds_kernels_scalar(void);
 const pds_kernels *pds_kernels_avx2(void);       /* AVX2 FMA F16C */
 const pds_kernels *pds_kernels_avx512(void);     /* AVX-512 F BW DQ VL */
 const pds_kernels *pds_kernels_avx512bf16(void); /* + AVX512-BF16 */
+const pds_kernels *pds_kernels_amx(void);        /* + AMX-TILE AMX-BF16, permitted */
 
 #endif

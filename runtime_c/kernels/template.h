@@ -52,9 +52,16 @@ PDS_INLINE void bf16_store_n(uint16_t *p, v16 v, uint32_t n) {
 #include "gemm.h"
 #undef TILE_ACT
 #define TILE_ACT bf16
+/* A path with matrix units names a file with its own bf16_gemm and bf16_swiglu. */
+#ifdef BF16_GEMMS
+#define TILE_NO_GEMM
+#include "gemm.h"
+#include BF16_GEMMS
+#else
 #include "tile.h"
 
 #include "gemm.h"
+#endif
 #undef TILE_ACT
 
 /* As bf16_key_to_value, 16 dimensions of 16 tokens at a time. */

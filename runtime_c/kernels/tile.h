@@ -3,10 +3,12 @@
  * neighbouring panels of W; both are constants after inlining. */
 /* acc[rows][acc_stride] = x W^T. x[i]: `words` 32-bit words of row i. `ahead`: how far behind
  * the current 64-byte row of each panel to prefetch, in bytes, until the panel ends; then `jump`
- * further on (the next group's panels). */
+ * further on (the next group's panels). That is for few rows, which stream W; with many, each row
+ * of a panel prefetches what lies `next` bytes behind it, for the last rows to bring what comes
+ * after. */
 PDS_INLINE void T(tile)(const unsigned char *const *x, const unsigned char *w, size_t panel_stride,
-                        uint32_t words, size_t jump, float *acc, size_t acc_stride, const int rows,
-                        const int panels) {
+                        uint32_t words, size_t jump, size_t next, float *acc, size_t acc_stride,
+                        const int rows, const int panels) {
   enum { AHEAD_ROWS = 32 };
   v16 sum[TILE_ROWS][4];
   PDS_UNROLL
@@ -34,7 +36,9 @@ PDS_INLINE void T(tile)(const unsigned char *const *x, const unsigned char *w, s
         CAT(w_, TILE_ACT) wr[2];
         PDS_UNROLL
         for (int p = 0; p < panels; p++) {
-          wr[p] = CAT(CAT(w_, TILE_ACT), _load)(w + (size_t)p * panel_stride + (size_t)r * 64);
+          const unsigned char *row = w + (size_t)p * panel_stride + (size_t)r * 64;
+          wr[p] = CAT(CAT(w_, TILE_ACT), _load)(row);
+          __builtin_prefetch(row + next, 0, 2);
         }
         PDS_UNROLL
         for (int i = 0; i < rows; i++) {

@@ -12,6 +12,10 @@
 #endif
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <pthread.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
 #endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
@@ -20,7 +24,7 @@
 #if defined(__x86_64__)
 
 enum { EAX, EBX, ECX, EDX };
-enum { XMM_YMM = 0x6, OPMASK_ZMM = 0xE6, TILES = 0x60006 }; /* XCR0 bits (Intel SDM vol. 1, 13.3) */
+enum { XMM_YMM = 0x6, OPMASK_ZMM = 0xE6, TILES = 0x60006, TILE_DATA = 18 }; /* XCR0 bits (Intel SDM vol. 1, 13.3) */
 
 typedef struct cpu_feature {
   const char *name;
@@ -67,13 +71,35 @@ static uint64_t saved_registers(void) {
   return (uint64_t)high << 32 | low;
 }
 
+/* Linux gives tile registers to processes that ask (Documentation/arch/x86/xstate.rst): for all
+ * threads, and not back. Asked once, and only by those who ask for an AMX feature. */
+static pthread_once_t tiles_once = PTHREAD_ONCE_INIT;
+static bool tiles_permitted;
+
+static void ask_for_tiles(void) {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  enum { ARCH_GET_XCOMP_PERM = 0x1022, ARCH_REQ_XCOMP_PERM = 0x1023 };
+  uint64_t granted = 0;
+  tiles_permitted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0 &&
+                    syscall(SYS_arch_prctl, ARCH_GET_XCOMP_PERM, &granted) == 0 &&
+                    (granted >> TILE_DATA & 1);
+#endif
+}
+
+static bool has_registers(const cpu_feature *f) {
+  if ((saved_registers() & f->xcr0) != f->xcr0) return false;
+  if (f->xcr0 != TILES) return true;
+  pthread_once(&tiles_once, ask_for_tiles);
+  return tiles_permitted;
+}
+
 bool pds_cpu_has(const char *name, size_t length) {
   for (size_t i = 0; i < sizeof features / sizeof *features; i++) {
     const cpu_feature *f = &features[i];
     if (strlen(f->name) != length || memcmp(f->name, name, length) != 0) continue;
     uint32_t r[4];
     if (!__get_cpuid_count(f->leaf, f->subleaf, &r[EAX], &r[EBX], &r[ECX], &r[EDX])) return false;
-    return (r[f->reg] >> f->bit & 1) && (saved_registers() & f->xcr0) == f->xcr0;
+    return (r[f->reg] >> f->bit & 1) && has_registers(f);
   }
   return false;
 }
@@ -113,6 +139,22 @@ const char *pds_cpu_missing(const char *names, size_t *out_length) {
     names += strspn(names, " ");
   }
   return NULL;
+}
+
+uint32_t pds_cpu_l2_bytes(void) {
+  long bytes = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+#if defined(__x86_64__)
+  for (uint32_t i = 0; bytes <= 0 && i < 8; i++) { /* Intel SDM vol. 2A, CPUID leaf 4 */
+    uint32_t a, b, c, d;
+    if (!__get_cpuid_count(4, i, &a, &b, &c, &d) || (a & 31) == 0) break;
+    if ((a >> 5 & 7) != 2 || (a & 31) == 2) continue; /* another level, or instructions */
+    bytes = (long)((b >> 22) + 1) * ((b >> 12 & 1023) + 1) * ((b & 4095) + 1) * ((long)c + 1);
+  }
+#endif
+  return bytes > 0 && bytes <= 64 * 1024 * 1024 ? (uint32_t)bytes : 0;
 }
 
 /* Reads a small text file without stdio, which would allocate. False if it cannot be read. */

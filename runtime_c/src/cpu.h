@@ -19,6 +19,9 @@ bool pds_cpu_has(const char *name, size_t length);
 /* First of the space-separated `features` that is absent, or NULL; *out_length is its length. */
 const char *pds_cpu_missing(const char *features, size_t *out_length);
 
+/* The second-level cache of a core, in bytes; 0 if nobody says. */
+uint32_t pds_cpu_l2_bytes(void);
+
 /* Cores this process may use: the affinity mask, cut to the cgroup's CPU quota; at least 1. */
 uint32_t pds_cpu_usable_cores(void);
 

@@ -10,6 +10,10 @@
 
 /* Best first. */
 static const pds_isa_path paths[] = {
+#ifdef PDS_HAVE_AMX
+    {"amx", "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16 amx_tile amx_bf16",
+     pds_kernels_amx},
+#endif
 #ifdef PDS_HAVE_AVX512BF16
     {"avx512bf16", "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16",
      pds_kernels_avx512bf16},
@@ -69,7 +73,7 @@ pds_status pds_isa_choose(const char *name, const pds_isa_path **out_path) {
       return PDS_OK;
     }
   }
-  static const char *const known[] = {"avx512bf16", "avx512", "avx2", "scalar"};
+  static const char *const known[] = {"amx", "avx512bf16", "avx512", "avx2", "scalar"};
   for (int i = 0; i < PATHS; i++) {
     if (strcmp(paths[i].name, name) != 0) continue;
     size_t length;

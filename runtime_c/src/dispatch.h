@@ -6,7 +6,7 @@
 #include "status.h"
 
 typedef struct pds_isa_path {
-  const char *name;     /* scalar, avx2, avx512, avx512bf16 */
+  const char *name;     /* scalar, avx2, avx512, avx512bf16, amx */
   const char *features; /* CPU features that it needs, space-separated */
   const pds_kernels *(*kernels)(void);
 } pds_isa_path;

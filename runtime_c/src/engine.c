@@ -152,6 +152,7 @@ pds_status pds_engine_create(const pds_engine_options *options, pds_engine **out
   engine->thread_scratch = (unsigned char *)base + at.scratch;
   engine->bytes = at.total;
   engine->threads = threads;
+  engine->l2_bytes = pds_cpu_l2_bytes();
   engine->pid = getpid();
   engine->refs = 1;
   pds_status status = start(engine, &at, options->plan_dir);

@@ -63,9 +63,13 @@ static uint32_t holes_of(const exec *e, const pds_instr *in, const pds_hole **ou
   return in->index < ctx->n_cpu_holes ? 1 : 0; /* an unbound hole retires at once */
 }
 
+static void count_experts(exec *e, const pds_hole *holes, uint32_t n) {
+  for (uint32_t i = 0; i < n; i++) e->session->expert_rows += holes[i].rows;
+  e->session->experts_activated += n;
+}
+
 static pds_status compute(exec *e, const pds_instr *in, uint32_t *out_experts) {
   pds_step_ctx *ctx = e->ctx;
-  pds_session *s = e->session;
   uint32_t layer = (uint32_t)e->program->layer;
   const pds_hole *holes;
   switch (in->opcode) {
@@ -78,8 +82,7 @@ static pds_status compute(exec *e, const pds_instr *in, uint32_t *out_experts) {
   case PDS_OP_SHARED_EXPERT: pds_op_shared_expert(ctx, layer); return PDS_OK;
   case PDS_OP_EXPERT:
     *out_experts = holes_of(e, in, &holes);
-    for (uint32_t i = 0; i < *out_experts; i++) s->expert_rows += holes[i].rows;
-    s->experts_activated += *out_experts;
+    count_experts(e, holes, *out_experts);
     if (*out_experts) pds_op_expert(ctx, layer, holes, *out_experts);
     return PDS_OK;
   case PDS_OP_COMBINE: pds_op_combine(ctx, layer, e->program->shared); return PDS_OK;
@@ -141,20 +144,24 @@ static pds_status check_waits(const exec *e, const pds_instr *in, uint32_t index
   return PDS_OK;
 }
 
-static pds_status run_instr(exec *e, const pds_instr *in, uint32_t index) {
+/* Before an instruction: PDS_ERR_CANCELLED, or an event that it waits for is missing. */
+static pds_status check_instr(const exec *e, const pds_instr *in, uint32_t index) {
   pds_session *s = e->session;
   if (atomic_exchange_explicit(&s->cancel, false, memory_order_relaxed))
     return pds_fail(PDS_ERR_CANCELLED, "the step was cancelled");
-  PDS_RETURN_IF_ERROR(check_waits(e, in, index));
-  uint64_t begin = s->trace.records ? pds_now_ns() : 0;
-  uint32_t experts = 0;
-  PDS_RETURN_IF_ERROR(compute(e, in, &experts));
+  return check_waits(e, in, index);
+}
+
+/* After it: its event, statistics and record. `end` is 0 without a trace. */
+static void retire(exec *e, const pds_instr *in, uint32_t index, uint32_t experts, uint64_t begin,
+                   uint64_t end) {
+  pds_session *s = e->session;
   e->events[index / 64] |= (uint64_t)1 << index % 64;
   uint64_t bytes = weight_bytes(e, in, experts);
   s->weight_bytes += bytes;
   if (s->trace.records) {
     pds_trace_record record = {.begin_ns = begin,
-                               .end_ns = pds_now_ns(),
+                               .end_ns = end,
                                .bytes = bytes,
                                .layer = e->program->layer,
                                .instr = (uint16_t)index,
@@ -165,6 +172,43 @@ static pds_status run_instr(exec *e, const pds_instr *in, uint32_t index) {
     pds_trace_add(&s->trace, &record);
   }
   if (s->tap) tap(e, in, index);
+}
+
+static uint64_t trace_now(const exec *e) {
+  return e->session->trace.records ? pds_now_ns() : 0;
+}
+
+static pds_status run_instr(exec *e, const pds_instr *in, uint32_t index) {
+  PDS_RETURN_IF_ERROR(check_instr(e, in, index));
+  const uint64_t begin = trace_now(e);
+  uint32_t experts = 0;
+  PDS_RETURN_IF_ERROR(compute(e, in, &experts));
+  retire(e, in, index, experts, begin, trace_now(e));
+  return PDS_OK;
+}
+
+/* A shared expert and then all routed experts, which does not wait for it: one parallel job. */
+static bool is_pair(const pds_instr *in, uint32_t index) {
+  const pds_instr *next = in + 1;
+  if (in->opcode != PDS_OP_SHARED_EXPERT || next->opcode != PDS_OP_EXPERT ||
+      next->index != PDS_INDEX_ALL || in->queue != next->queue)
+    return false;
+  for (uint32_t w = 0; w < next->n_waits; w++)
+    if (next->waits[w] == index) return false;
+  return true;
+}
+
+static pds_status run_pair(exec *e, const pds_instr *in, uint32_t index) {
+  PDS_RETURN_IF_ERROR(check_instr(e, in, index));
+  PDS_RETURN_IF_ERROR(check_instr(e, in + 1, index + 1));
+  const uint64_t begin = trace_now(e);
+  const pds_hole *holes;
+  const uint32_t experts = holes_of(e, in + 1, &holes);
+  count_experts(e, holes, experts);
+  pds_op_shared_and_expert(e->ctx, (uint32_t)e->program->layer, holes, experts);
+  const uint64_t end = trace_now(e);
+  retire(e, in, index, 0, begin, end);
+  retire(e, in + 1, index + 1, experts, begin, end);
   return PDS_OK;
 }
 
@@ -172,8 +216,14 @@ static pds_status run_program(pds_session *session, pds_step_ctx *ctx, const pds
   exec e = {.session = session, .ctx = ctx, .program = program};
   const pds_instr *instrs = pds_program_instrs(&session->engine->programs, program);
   ctx->n_cpu_holes = 0;
-  for (uint32_t i = 0; i < program->n_instrs; i++)
-    PDS_RETURN_IF_ERROR(run_instr(&e, &instrs[i], i));
+  for (uint32_t i = 0; i < program->n_instrs; i++) {
+    if (i + 1 < program->n_instrs && is_pair(&instrs[i], i)) {
+      PDS_RETURN_IF_ERROR(run_pair(&e, &instrs[i], i));
+      i++;
+    } else {
+      PDS_RETURN_IF_ERROR(run_instr(&e, &instrs[i], i));
+    }
+  }
   return PDS_OK;
 }
 

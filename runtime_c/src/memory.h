@@ -33,9 +33,9 @@
 #define PDS_WORKER_BYTES 256u    /* one worker's control block */
 #define PDS_STACK_GUARD 65536u   /* without access, at a stack's low end */
 #if defined(__SANITIZE_THREAD__)
-#define PDS_STACK_BYTES 2162688u /* ThreadSanitizer keeps 900 KB of its own there */
+#define PDS_STACK_BYTES 2686976u /* ThreadSanitizer keeps 900 KB of its own there */
 #else
-#define PDS_STACK_BYTES 589824u /* one worker's stack: the guard, then 512 KiB */
+#define PDS_STACK_BYTES 1114112u /* one worker's stack: the guard, then 1 MiB */
 #endif
 #define PDS_MAX_THREADS 1024u
 #define PDS_MAX_SEQS 65536u

@@ -26,6 +26,8 @@ struct pds_gemm_job {
   void (*select)(const pds_gemm_job *job, uint32_t i, pds_gemm *gemm); /* NULL: count is 1 */
   const void *arg, *arg2;                                              /* of select */
   size_t x_step, y_step;                                               /* of select */
+  uint32_t rows_each; /* rows of one matrix, about, where `select` says how many; 0: gemm.rows */
+  uint32_t gathers;   /* `select` sets x_index */
   /* set by pds_run_gemms */
   void (*fn)(const pds_gemm *);
   uint32_t y_bytes, blocks, part_blocks, parts, part_rows, row_parts;
@@ -42,6 +44,8 @@ pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x,
                            void *y, size_t y_stride, uint32_t rows);
 
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job);
+/* Two that do not depend on each other, as one parallel job. */
+void pds_run_gemms_together(pds_step_ctx *ctx, pds_gemm_job *a, pds_gemm_job *b);
 
 /* Runs fn over `items` in the caller if there are few, else as a parallel job. */
 void pds_run_rows(pds_step_ctx *ctx, pds_job_fn fn, void *arg, uint32_t items, uint32_t few);

@@ -3,8 +3,17 @@
  * depend on the number of workers. */
 #include "ops.h"
 
-/* Weight bytes of one item: long enough to stream at full bandwidth, short enough to balance. */
-enum { ITEM_BYTES = 256 * 1024, ITEMS_PER_WORKER = 4, MIN_ITEM_ROWS = 32 };
+/* Weight bytes of one item: long enough to stream at full bandwidth, short enough to balance. With
+ * many rows an item also fetches those rows, the dearer if they must be gathered: then it takes
+ * more panels. */
+enum {
+  ITEM_BYTES = 256 * 1024,
+  ITEM_BYTES_ROWS = 1024 * 1024,
+  ITEM_BYTES_GATHER = 4 * 1024 * 1024,
+  MANY_ROWS = 32,
+  ITEMS_PER_WORKER = 4,
+  MIN_ITEM_ROWS = 32
+};
 
 static size_t panel_bytes(const pds_tensor *w) {
   return (size_t)pds_ceil(w->k, 32) * PDS_LANES * (w->dtype == PDS_BF16 ? 2 : 4);
@@ -21,7 +30,8 @@ static pds_gemm_job make(pds_step_ctx *ctx, const pds_tensor *w, const void *x, 
                .y = y,
                .y_stride = y_stride,
                .rows = rows,
-               .k = pds_ceil(w->k, 32)},
+               .k = pds_ceil(w->k, 32),
+               .l2_bytes = ctx->l2_bytes},
       .w = w,
       .count = 1,
   };
@@ -81,16 +91,23 @@ static void run_item(void *arg, uint32_t item, uint32_t worker) {
   job->fn(&g);
 }
 
-void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job) {
+/* Cuts the job into items; returns their number. */
+static uint32_t cut(pds_step_ctx *ctx, pds_gemm_job *job) {
   const uint32_t wanted = ITEMS_PER_WORKER * pds_pool_threads(ctx->pool);
   const size_t block_bytes = job->gemm.panel_stride * (job->swiglu ? 2 : 1);
   const uint32_t step = job->swiglu ? 2 : 4; /* blocks that one pass of a kernel takes together */
   job->blocks = pds_ceil(job->gemm.cols, PDS_LANES) / PDS_LANES;
-  job->part_blocks = (uint32_t)(ITEM_BYTES / block_bytes) / step * step;
+  const uint32_t each = job->rows_each ? job->rows_each : job->gemm.rows;
+  const size_t bytes = each < MANY_ROWS ? ITEM_BYTES
+                       : job->gathers   ? ITEM_BYTES_GATHER
+                                        : ITEM_BYTES_ROWS;
+  job->part_blocks = (uint32_t)(bytes / block_bytes) / step * step;
   if (job->part_blocks < step) job->part_blocks = step;
   while (job->part_blocks > step && job->count * (job->blocks / job->part_blocks) < wanted) {
     job->part_blocks = pds_ceil(job->part_blocks / 2, step);
   }
+  job->parts = (job->blocks + job->part_blocks - 1) / job->part_blocks;
+  job->part_blocks = pds_ceil((job->blocks + job->parts - 1) / job->parts, step);
   job->parts = (job->blocks + job->part_blocks - 1) / job->part_blocks;
 
   job->row_parts = 1;
@@ -100,7 +117,30 @@ void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job) {
     job->part_rows = pds_ceil(rows / (need < most ? need : most), 8);
     job->row_parts = (rows + job->part_rows - 1) / job->part_rows;
   }
-  pds_run_rows(ctx, run_item, job, items * job->row_parts, 1);
+  return items * job->row_parts;
+}
+
+void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job) {
+  pds_run_rows(ctx, run_item, job, cut(ctx, job), 1);
+}
+
+typedef struct joint_job {
+  pds_gemm_job *first, *second;
+  uint32_t items; /* of first */
+} joint_job;
+
+static void run_joint_item(void *arg, uint32_t item, uint32_t worker) {
+  const joint_job *job = arg;
+  if (item < job->items) {
+    run_item(job->first, item, worker);
+  } else {
+    run_item(job->second, item - job->items, worker);
+  }
+}
+
+void pds_run_gemms_together(pds_step_ctx *ctx, pds_gemm_job *a, pds_gemm_job *b) {
+  joint_job job = {.first = a, .second = b, .items = cut(ctx, a)};
+  pds_run_rows(ctx, run_joint_item, &job, job.items + cut(ctx, b), 1);
 }
 
 void pds_run_rows(pds_step_ctx *ctx, pds_job_fn fn, void *arg, uint32_t items, uint32_t few) {

@@ -150,33 +150,67 @@ static void select_down(const pds_gemm_job *job, uint32_t i, pds_gemm *g) {
   g->rows = hole->rows;
 }
 
-void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uint32_t n_holes) {
+/* Both stages of the experts in `holes`: down reads what gate_up writes. */
+typedef struct expert_jobs {
+  pds_gemm_job gate_up, down;
+} expert_jobs;
+
+static expert_jobs routed_jobs(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes,
+                               uint32_t n_holes) {
   const pds_layer *l = &ctx->plan->layers[layer];
   const uint32_t stride = pds_ceil(ctx->plan->hidden, 32),
                  mid_stride = pds_ceil(l->experts.inter, 32);
   const size_t mid_bytes = (size_t)mid_stride * pds_act_bytes(ctx->plan);
   const void *rows = pds_buf(ctx, PDS_BUF_EXPERT_ROWS);
   void *mid = pds_buf(ctx, PDS_BUF_MID);
+  uint32_t all = 0;
+  for (uint32_t i = 0; i < n_holes; i++) all += holes[i].rows;
+  expert_jobs jobs = {
+      .gate_up =
+          pds_swiglu_of(ctx, &l->experts, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, 0),
+      .down = pds_gemm_of(ctx, &l->experts.down, mid, mid_stride,
+                          pds_buf(ctx, PDS_BUF_EXPERT_OUT), stride, 0, PDS_OUT_F32)};
+  jobs.gate_up.gemm.x_div = l->gate.top_k;
+  jobs.gate_up.select = select_gate_up;
+  jobs.gate_up.y_step = mid_bytes;
+  jobs.gate_up.gathers = 1;
+  jobs.down.select = select_down;
+  jobs.down.x_step = mid_bytes;
+  pds_gemm_job *both[] = {&jobs.gate_up, &jobs.down};
+  for (int i = 0; i < 2; i++) {
+    both[i]->count = n_holes;
+    both[i]->rows_each = all / n_holes;
+    both[i]->arg = holes;
+    both[i]->arg2 = rows;
+  }
+  return jobs;
+}
+
+void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uint32_t n_holes) {
   if (!n_holes) return;
+  expert_jobs jobs = routed_jobs(ctx, layer, holes, n_holes);
+  pds_run_gemms(ctx, &jobs.gate_up);
+  pds_run_gemms(ctx, &jobs.down);
+}
 
-  pds_gemm_job job =
-      pds_swiglu_of(ctx, &l->experts, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, 0);
-  job.gemm.x_div = l->gate.top_k;
-  job.count = n_holes;
-  job.select = select_gate_up;
-  job.arg = holes;
-  job.arg2 = rows;
-  job.y_step = mid_bytes;
-  pds_run_gemms(ctx, &job);
-
-  job = pds_gemm_of(ctx, &l->experts.down, mid, mid_stride, pds_buf(ctx, PDS_BUF_EXPERT_OUT),
-                    stride, 0, PDS_OUT_F32);
-  job.count = n_holes;
-  job.select = select_down;
-  job.arg = holes;
-  job.arg2 = rows;
-  job.x_step = mid_bytes;
-  pds_run_gemms(ctx, &job);
+void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes,
+                              uint32_t n_holes) {
+  const pds_mlp *shared = &ctx->plan->layers[layer].shared;
+  const int plain = shared->gate_up.dtype == PDS_BF16 || shared->gate_up.dtype == PDS_F32;
+  if (!n_holes || !plain) { /* other formats share a buffer of quantised rows */
+    pds_op_shared_expert(ctx, layer);
+    pds_op_expert(ctx, layer, holes, n_holes);
+    return;
+  }
+  const uint32_t stride = pds_ceil(ctx->plan->hidden, 32), mid_stride = pds_ceil(shared->inter, 32);
+  void *mid = pds_buf(ctx, PDS_BUF_MID_SHARED);
+  expert_jobs routed = routed_jobs(ctx, layer, holes, n_holes);
+  pds_gemm_job gate_up = pds_swiglu_of(ctx, shared, pds_buf(ctx, PDS_BUF_XACT), stride, mid,
+                                       mid_stride, ctx->rows);
+  pds_gemm_job down = pds_gemm_of(ctx, &shared->down, mid, mid_stride,
+                                  pds_buf(ctx, PDS_BUF_SHARED_OUT), stride, ctx->rows, PDS_OUT_F32);
+  pds_run_gemms_together(ctx, &gate_up, &routed.gate_up);
+  pds_run_gemms_together(ctx, &down, &routed.down);
 }
 
 static void combine_row(void *arg, uint32_t row, uint32_t worker) {

@@ -106,6 +106,7 @@ static pds_status run_step(pds_session *session, const pds_batch *batch, pds_log
   PDS_RETURN_IF_ERROR(pds_kv_begin(kv, batch->n, batch->seq, batch->position));
   pds_step_ctx ctx = {.plan = engine->plan,
                       .kernels = engine->path->kernels(),
+                      .l2_bytes = engine->l2_bytes,
                       .pool = engine->pool,
                       .files = engine->files,
                       .scratch = session->scratch,

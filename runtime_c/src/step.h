@@ -16,6 +16,7 @@ typedef struct pds_hole {
 typedef struct pds_step_ctx {
   const pds_plan *plan;
   const pds_kernels *kernels;
+  uint32_t l2_bytes; /* pds_gemm.l2_bytes */
   pds_pool *pool;
   const unsigned char *const *files; /* base address of each mapped weight file */
   unsigned char *scratch;            /* session scratch; pds_buf() below */
@@ -65,6 +66,9 @@ void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer);
 void pds_op_shared_expert(pds_step_ctx *ctx, uint32_t layer); /* XACT -> SHARED_OUT */
 /* XACT -> MID -> EXPERT_OUT */
 void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uint32_t n_holes);
+/* Both at once: one job over all cores for each of the two stages. */
+void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes,
+                              uint32_t n_holes);
 /* HID += sum over ranks in order of ROUTE_W * EXPERT_OUT (+ SHARED_OUT) */
 void pds_op_combine(pds_step_ctx *ctx, uint32_t layer, int shared);
 void pds_op_lm_head(pds_step_ctx *ctx); /* XACT -> LOGITS */

@@ -6,7 +6,7 @@ import pytest
 from support.assets import BUNDLED
 from support.plans import PlanStore
 
-ISA_PATHS = ("scalar", "avx2", "avx512", "avx512bf16")
+ISA_PATHS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 
 
 @cache

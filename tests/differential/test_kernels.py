@@ -16,7 +16,7 @@ from support import cc
 from support.c_headers import interface
 from support.packing import act_array, bf16_bits, bf16_value, from_act, pack
 
-PATHS = ("scalar", "avx2", "avx512", "avx512bf16")
+PATHS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 ACTS = ("f32", "bf16")
 F32, ADD, ACT = 0, 1, 2
 
@@ -62,13 +62,14 @@ def gemm(
     kernel(g)
 
 
-ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)
-KS = (2, 4, 30, 32, 62, 64, 66, 96, 160)
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 127, 128, 129)
+KS = (2, 4, 30, 32, 62, 64, 66, 96, 160, 1058)
 
 
 def sizes() -> Iterator[tuple[int, int, int]]:
     yield from ((rows, 64, 48) for rows in ROWS)
     yield from ((3, k, 20) for k in KS)
+    yield from ((67, k, 36) for k in (30, 32, 98, 608, 1058))
     yield from (
         (rows, 32, cols)
         for cols in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 79, 80, 96)
@@ -95,19 +96,20 @@ def test_gemm_matches_numpy_at_every_edge(library: Any, path: str, act: str) -> 
         want = x64 @ w64.T + bias
         y = np.full((rows, cols + 3), 7, np.float32)
         gemm(kernel, act, x, w, y, cols, bias=floats(bias), out=F32)
+        near = 2e-5 * max(1.0, (k / 64) ** 0.5)
         np.testing.assert_allclose(
-            y[:, :cols], want, rtol=2e-5, atol=2e-5, err_msg=f"{rows} {k} {cols}"
+            y[:, :cols], want, rtol=2e-5, atol=near, err_msg=f"{rows} {k} {cols}"
         )
         assert (y[:, cols:] == 7).all(), "wrote beyond the last column"
         gemm(kernel, act, x, w, y, cols, out=ADD)
-        np.testing.assert_allclose(y[:, :cols], 2 * want - bias, rtol=4e-5, atol=4e-5)
+        np.testing.assert_allclose(y[:, :cols], 2 * want - bias, rtol=4e-5, atol=2 * near)
         assert (y[:, cols:] == 7).all()
         rounded = act_array(np.full((rows, cols + 9), 7), act)
         gemm(kernel, act, x, w, rounded, cols, out=ACT, pad=cols + 5)
         got = from_act(rounded, act)
         tolerance = 2e-5 if act == "f32" else 2**-8
         np.testing.assert_allclose(
-            got[:, :cols], want - bias, rtol=tolerance, atol=2e-3 if act == "bf16" else 2e-5
+            got[:, :cols], want - bias, rtol=tolerance, atol=2e-3 if act == "bf16" else near
         )
         assert (got[:, cols : cols + 5] == 0).all() and (got[:, cols + 5 :] == 7).all()
 
@@ -140,11 +142,38 @@ def test_gemm_rows_are_independent_of_their_company(library: Any, path: str, act
 
 
 @pytest.mark.parametrize("act", ACTS)
+def test_gemm_cut_into_any_rows_and_columns_gives_the_same_bits(
+    library: Any, path: str, act: str
+) -> None:
+    """As the parallel jobs cut them: rows from index lists, K in several parts, two passes of
+    matrix tiles and more."""
+    kernels = getattr(table(library, path), act)
+    rng = np.random.default_rng(8)
+    x, w, _, _ = case(rng, act, 150, 1100, 80)
+    gate_up = pack(rng.standard_normal((2, 40, 1100)).astype(np.float32) * 0.1, act, 2, True)
+    index = rng.permutation(150).astype(np.int32)
+    whole = np.zeros((150, 80), np.float32)
+    gated = act_array(np.zeros((150, 40)), act)
+    gemm(kernels.gemm, act, x, w, whole, 80)
+    gemm(kernels.swiglu, act, x, gate_up, gated, 40)
+    for first, rows in ((0, 1), (7, 15), (20, 16), (33, 17), (40, 47), (0, 129), (21, 128)):
+        at = ffi.cast("int32_t *", index[first:].ctypes.data)
+        part = np.zeros((150, 80), np.float32)
+        gemm(kernels.gemm, act, x, w, part, 80, rows=rows, x_index=at, y_index=at)
+        chosen = index[first : first + rows]
+        assert (part[chosen] == whole[chosen]).all()
+        half = act_array(np.zeros((150, 40)), act)
+        gemm(kernels.swiglu, act, x, gate_up, half, 16, rows=rows, x_index=at, y_index=at)
+        assert (half[chosen, :16] == gated[chosen, :16]).all()
+        assert not half[:, 16:].any()
+
+
+@pytest.mark.parametrize("act", ACTS)
 def test_gemm_gathers_and_scatters_rows(library: Any, path: str, act: str) -> None:
     kernel = getattr(table(library, path), act).gemm
     rng = np.random.default_rng(3)
     x, w, x64, w64 = case(rng, act, 7, 64, 32)
-    for rows in (0, 1, 2, 3, 7, 8, 9, 21):
+    for rows in (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 21):
         index = rng.permutation(21)[:rows].astype(np.int32)
         y = np.full((21, 32), 5, np.float32)
         at = ffi.cast("int32_t *", index.ctypes.data)

@@ -26,7 +26,7 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.olmoe import modeling_olmoe as olmoe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
 
-PATHS = ("scalar", "avx2", "avx512", "avx512bf16")
+PATHS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 HIDDEN = 72
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 128,

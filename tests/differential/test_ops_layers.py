@@ -26,7 +26,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-PATHS = ("scalar", "avx2", "avx512", "avx512bf16")
+PATHS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 ACTS = ("f32", "bf16")
 SOFTMAX, SIGMOID = 0, 1
 NONE, MAX, TOP2 = 0, 1, 2

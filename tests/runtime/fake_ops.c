@@ -115,6 +115,12 @@ void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uin
       out[(size_t)rows[holes[h].first + i] * FAKE_HIDDEN] = (float)(holes[h].expert + 1);
 }
 
+void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes,
+                              uint32_t n_holes) {
+  pds_op_shared_expert(ctx, layer);
+  pds_op_expert(ctx, layer, holes, n_holes);
+}
+
 void pds_op_combine(pds_step_ctx *ctx, uint32_t layer, int shared) {
   (void)layer;
   const float *out = pds_buf(ctx, PDS_BUF_EXPERT_OUT);

@@ -4,6 +4,7 @@ May import pdscope.runtime_c. The kernel paths in such an object are those that 
 for this machine; which of them this CPU can run is `runnable()`.
 """
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -11,6 +12,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from pdscope.runtime_c import INCLUDE_DIRS, ISA_PATHS, ROOT
@@ -63,4 +65,13 @@ def runnable(name: str) -> bool:
     """This CPU has every feature that the kernel path needs (Linux's names)."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     have = set(cpuinfo.split())
-    return name in built() and all(f in have for f in ISA_PATHS[name].features)
+    if name not in built() or not all(f in have for f in ISA_PATHS[name].features):
+        return False
+    return "amx_tile" not in ISA_PATHS[name].features or tiles_permitted()
+
+
+@cache
+def tiles_permitted() -> bool:
+    """Asks Linux for AMX's tile registers, as the runtime's cpu.c does: kernels alone do not."""
+    arch_prctl, req_xcomp_perm, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, req_xcomp_perm, tile_data) == 0

@@ -1,0 +1,352 @@
+/* amx_gemm.h: bf16 GEMMs on AMX tiles, for amx.c. A packed panel is a row of B tiles already (16
+ * word rows of 64 bytes); rows of x become A tiles, 16 rows of 32 k, copied together where they lie
+ * too far apart or anywhere (x_index). Four accumulators: two groups of 16 rows times two panels,
+ * or, for at most 16 rows, one times four.
+ *
+ * Every output is one chain over k in tiles of 32, whatever the rows and columns of the call: so
+ * a GEMM cut differently gives the same bits. The last group of rows reaches back to have 16
+ * rows, and only those that are its own are stored; a call of fewer than 16 rows has smaller
+ * tiles. */
+
+enum {
+  AMX_ROWS = 16,   /* of an A tile */
+  AMX_GROUPS = 8,  /* groups of rows that share one pass over the panels */
+  AMX_K_TILES = 16, /* of two panels at a time, so that these 32 KiB stay in the first-level cache */
+  AMX_AHEAD = 4,   /* tiles to prefetch ahead where panels are only streamed */
+  AMX_TILE_BYTES = 1024,
+  AMX_X_BYTES = 512 * 1024,  /* copied rows of x: 8 groups of k = 2048; in the second-level cache. */
+  AMX_SUM_BYTES = 128 * 1024 /* Both are on the worker's stack (PDS_STACK_BYTES). */
+};
+
+/* The operands of one block: two or one row groups, `tiles` tiles of 32 k. */
+typedef struct amx_block {
+  const unsigned char *a[2]; /* first A tile of each group */
+  size_t a_row, a_step;      /* bytes from row to row, and from tile to tile */
+  const unsigned char *b;    /* first B tile of the first panel */
+  size_t b_panel;            /* bytes from panel to panel */
+  uint32_t tiles, turn;
+  ptrdiff_t ahead, jump; /* from a B tile to the one to prefetch, before tile `turn` and from it
+                            on; 0: none */
+  uint32_t line, lines;  /* which of its 16 lines */
+  float *sum[2];   /* of each group, [16][sum_row / 4] */
+  size_t sum_row;  /* bytes */
+  int first;       /* sums start at zero */
+} amx_block;
+
+/* Layout: Intel's SDM, LDTILECFG, palette 1. */
+typedef struct amx_config {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+} amx_config;
+
+/* Sums in tiles 0-3, A in 4 and 5, B in 6 and 7. `rows`: of A and the sums. */
+PDS_INLINE void amx_configure(uint32_t rows) {
+  amx_config config = {.palette = 1};
+  for (int i = 0; i < 8; i++) {
+    config.row_bytes[i] = 64;
+    config.rows[i] = i < 6 ? (uint8_t)rows : 16;
+  }
+  _tile_loadconfig(&config);
+}
+
+PDS_INLINE void amx_prefetch(const unsigned char *tile, const amx_block *k) {
+  for (uint32_t i = k->line; i < k->line + k->lines; i++) __builtin_prefetch(tile + 64 * i, 0, 3);
+}
+
+PDS_INLINE void amx_2x2(const amx_block *k) {
+  const unsigned char *a0 = k->a[0], *a1 = k->a[1], *b0 = k->b, *b1 = b0 + k->b_panel;
+  if (k->first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, k->sum[0], k->sum_row);
+    _tile_loadd(1, k->sum[0] + PDS_LANES, k->sum_row);
+    _tile_loadd(2, k->sum[1], k->sum_row);
+    _tile_loadd(3, k->sum[1] + PDS_LANES, k->sum_row);
+  }
+  for (uint32_t t = 0; t < k->tiles; t++) {
+    _tile_loadd(6, b0, 64);
+    _tile_loadd(4, a0, k->a_row);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b1, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a1, k->a_row);
+    const ptrdiff_t ahead = t < k->turn ? k->ahead : k->jump;
+    if (ahead) {
+      amx_prefetch(b0 + ahead, k);
+      amx_prefetch(b1 + ahead, k);
+    }
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    a0 += k->a_step;
+    a1 += k->a_step;
+    b0 += AMX_TILE_BYTES;
+    b1 += AMX_TILE_BYTES;
+  }
+  _tile_stored(0, k->sum[0], k->sum_row);
+  _tile_stored(1, k->sum[0] + PDS_LANES, k->sum_row);
+  _tile_stored(2, k->sum[1], k->sum_row);
+  _tile_stored(3, k->sum[1] + PDS_LANES, k->sum_row);
+}
+
+PDS_INLINE void amx_1x2(const amx_block *k) {
+  const unsigned char *a = k->a[0], *b0 = k->b, *b1 = b0 + k->b_panel;
+  if (k->first) {
+    _tile_zero(0);
+    _tile_zero(1);
+  } else {
+    _tile_loadd(0, k->sum[0], k->sum_row);
+    _tile_loadd(1, k->sum[0] + PDS_LANES, k->sum_row);
+  }
+  for (uint32_t t = 0; t < k->tiles; t++) {
+    _tile_loadd(4, a, k->a_row);
+    _tile_loadd(6, b0, 64);
+    _tile_loadd(7, b1, 64);
+    const ptrdiff_t ahead = t < k->turn ? k->ahead : k->jump;
+    if (ahead) {
+      amx_prefetch(b0 + ahead, k);
+      amx_prefetch(b1 + ahead, k);
+    }
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    a += k->a_step;
+    b0 += AMX_TILE_BYTES;
+    b1 += AMX_TILE_BYTES;
+  }
+  _tile_stored(0, k->sum[0], k->sum_row);
+  _tile_stored(1, k->sum[0] + PDS_LANES, k->sum_row);
+}
+
+/* The first row of group i's tile: the last group reaches back to have 16 rows. */
+PDS_INLINE uint32_t amx_first_row(const pds_gemm *g, uint32_t group) {
+  const uint32_t own = group * AMX_ROWS;
+  if (g->rows < AMX_ROWS) return 0;
+  return own + AMX_ROWS <= g->rows ? own : g->rows - AMX_ROWS;
+}
+
+/* Where row i of the call is. */
+PDS_INLINE const unsigned char *amx_row(const pds_gemm *g, uint32_t i) {
+  const size_t row = g->x_index ? (uint32_t)g->x_index[i] / g->x_div : i;
+  return (const unsigned char *)g->x + row * g->x_stride * 2;
+}
+
+/* Rows of x at [first, first + rows), k in [k0, k0 + 32 tiles), as A tiles; zero from g->k on.
+ * Meanwhile rows [next, next + rows) are prefetched: rows lie anywhere, so that nothing else does. */
+static void amx_copy_rows(const pds_gemm *g, uint32_t first, uint32_t next, uint32_t rows,
+                          uint32_t k0, uint32_t tiles, unsigned char *to) {
+  const uint32_t whole = (g->k - k0) / 32 < tiles ? (g->k - k0) / 32 : tiles;
+  const __mmask32 left = (__mmask32)((1u << (g->k - k0) % 32) - 1);
+  for (uint32_t i = 0; i < rows; i++, to += 64) {
+    const unsigned char *from = amx_row(g, first + i) + (size_t)k0 * 2;
+    const unsigned char *ahead = amx_row(g, next + i) + (size_t)k0 * 2;
+    for (uint32_t t = 0; t < whole; t++) {
+      __builtin_prefetch(ahead + 64 * t, 0, 2);
+      _mm512_store_si512(to + (size_t)t * AMX_TILE_BYTES, _mm512_loadu_si512(from + 64 * t));
+    }
+    if (whole < tiles) {
+      _mm512_store_si512(to + (size_t)whole * AMX_TILE_BYTES,
+                         _mm512_maskz_loadu_epi16(left, from + 64 * whole));
+    }
+  }
+}
+
+/* Tiles may load rows where they lie if those are neighbours and whole cache lines. */
+static int amx_rows_lie_well(const pds_gemm *g) {
+  if (g->k % 32 != 0) return 0;
+  if (g->rows == 1) return 1;
+  return !g->x_index && (uintptr_t)g->x % 64 == 0 && g->x_stride * 2 % 64 == 0;
+}
+
+/* One block, its K remainder too: B's last tile is copied, because what follows it in memory may
+ * be anything. */
+PDS_INLINE void amx_run(const pds_gemm *g, amx_block k, uint32_t groups, uint32_t k0) {
+  const uint32_t whole = (g->k - k0) / 32;
+  const int remainder = whole < k.tiles;
+  if (remainder) k.tiles = whole;
+  if (groups == 2) {
+    amx_2x2(&k);
+  } else {
+    amx_1x2(&k);
+  }
+  if (!remainder) return;
+  unsigned char last[2 * AMX_TILE_BYTES] __attribute__((aligned(64)));
+  const size_t bytes = (size_t)(g->k - k0) % 32 / 2 * 64;
+  memset(last, 0, sizeof last);
+  for (int p = 0; p < 2; p++) {
+    memcpy(last + p * AMX_TILE_BYTES, k.b + p * k.b_panel + (size_t)whole * AMX_TILE_BYTES, bytes);
+  }
+  k.b = last;
+  k.b_panel = AMX_TILE_BYTES;
+  k.a[0] += whole * k.a_step;
+  k.a[1] += whole * k.a_step;
+  k.tiles = 1;
+  k.ahead = k.jump = 0;
+  k.first = 0;
+  if (groups == 2) {
+    amx_2x2(&k);
+  } else {
+    amx_1x2(&k);
+  }
+}
+
+/* Columns [col, col + cols) of the rows that `group` owns, from sums that start at its tile. */
+PDS_INLINE void amx_finish(const pds_gemm *g, const int swiglu, uint32_t group, const float *sum,
+                           size_t sum_row, uint32_t col, uint32_t cols, int last) {
+  const uint32_t own = group * AMX_ROWS, start = amx_first_row(g, group);
+  const uint32_t end = own + AMX_ROWS < g->rows ? own + AMX_ROWS : g->rows;
+  for (uint32_t i = own; i < end; i++) {
+    const float *row = sum + (i - start) * (sum_row / sizeof *sum);
+    const size_t y_row = g->y_index ? (size_t)g->y_index[i] : i;
+    if (swiglu) {
+      bf16_finish_swiglu(g, row, y_row, col, cols);
+    } else {
+      bf16_finish(g, row, y_row, col, cols);
+    }
+    if (last && g->pad > g->cols && (swiglu || g->out == PDS_OUT_ACT)) {
+      memset((uint16_t *)g->y + y_row * g->y_stride + g->cols, 0, (g->pad - g->cols) * 2);
+    }
+  }
+}
+
+typedef struct amx_pass {
+  const pds_gemm *g;
+  uint32_t panels, first_group, groups, last_group; /* of this pass over W; of the call */
+  int in_place;                                     /* rows of x are loaded where they lie */
+  uint32_t k0, tiles;                               /* this part of K */
+  uint32_t x_k0, x_tiles;                           /* the part that x holds */
+  unsigned char *x;                                 /* copied rows: [group][tile] */
+  float *sums;                                      /* [pair of panels][group][16][32] */
+} amx_pass;
+
+/* The A operands of `n` groups from group `at` of the pass on. */
+PDS_INLINE void amx_operands(const amx_pass *p, uint32_t at, uint32_t n, amx_block *k) {
+  for (uint32_t i = 0; i < n; i++) {
+    if (p->in_place) {
+      k->a[i] = amx_row(p->g, amx_first_row(p->g, p->first_group + at + i)) + (size_t)p->k0 * 2;
+    } else {
+      k->a[i] = p->x + ((size_t)(at + i) * p->x_tiles + (p->k0 - p->x_k0) / 32) * AMX_TILE_BYTES;
+    }
+  }
+  k->a_row = p->in_place ? p->g->x_stride * 2 : 64;
+  k->a_step = p->in_place ? 64 : AMX_TILE_BYTES;
+}
+
+/* All groups of the pass times panels `panel` and the next. `next`: from these tiles to those that
+ * follow in this pass, which each pair of groups prefetches a part of. */
+PDS_INLINE void amx_pair(const amx_pass *p, const int swiglu, uint32_t panel, float *sums,
+                         ptrdiff_t next) {
+  const pds_gemm *g = p->g;
+  const uint32_t width = swiglu ? PDS_LANES : 2 * PDS_LANES;
+  const uint32_t col = panel / 2 * width, left = g->cols - col;
+  const uint32_t k_end = p->k0 + p->tiles * 32, turns = (p->groups + 1) / 2;
+  amx_block k = {.b = (const unsigned char *)g->w + panel * g->panel_stride + (size_t)p->k0 * 32,
+                 .b_panel = panel + 1 < p->panels ? g->panel_stride : 0,
+                 .sum_row = 2 * PDS_LANES * sizeof *sums,
+                 .first = p->k0 == 0};
+  for (uint32_t i = 0; i < p->groups; i += 2) {
+    const uint32_t n = p->groups - i < 2 ? 1 : 2;
+    k.tiles = p->tiles;
+    k.turn = 0;
+    k.jump = next;
+    k.lines = (16 + turns - 1) / turns;
+    k.line = i / 2 * k.lines < 16 ? i / 2 * k.lines : 16;
+    if (k.line + k.lines > 16) k.lines = 16 - k.line;
+    if (p->last_group <= 2 && p->tiles > AMX_AHEAD) { /* no tile is used twice: just stream */
+      k.turn = p->tiles - AMX_AHEAD;
+      k.ahead = AMX_AHEAD * AMX_TILE_BYTES;
+      if (next) k.jump = next - (ptrdiff_t)k.turn * AMX_TILE_BYTES;
+    }
+    amx_operands(p, i, n, &k);
+    for (uint32_t j = 0; j < n; j++) k.sum[j] = sums + (size_t)(i + j) * AMX_ROWS * 2 * PDS_LANES;
+    amx_run(g, k, n, p->k0);
+    if (k_end < g->k) continue;
+    for (uint32_t j = 0; j < n; j++) {
+      amx_finish(g, swiglu, p->first_group + i + j, k.sum[j], k.sum_row, col,
+                 left < width ? left : width, panel + 2 >= p->panels);
+    }
+  }
+}
+
+/* Makes x hold this part of K. */
+static void amx_copy(amx_pass *p) {
+  const pds_gemm *g = p->g;
+  const uint32_t end = p->k0 + p->tiles * 32, rows = g->rows < AMX_ROWS ? g->rows : AMX_ROWS;
+  if (p->x_tiles && p->k0 >= p->x_k0 && end <= p->x_k0 + p->x_tiles * 32) return;
+  const uint32_t fits = AMX_X_BYTES / AMX_TILE_BYTES / p->groups, left = (g->k - p->k0 + 31) / 32;
+  p->x_k0 = p->k0;
+  p->x_tiles = left < fits ? left : fits;
+  for (uint32_t i = 0; i < p->groups; i++) {
+    const uint32_t group = p->first_group + i, more = i + 1 < p->groups;
+    amx_copy_rows(g, amx_first_row(g, group), amx_first_row(g, group + more), rows, p->k0,
+                  p->x_tiles, p->x + (size_t)i * p->x_tiles * AMX_TILE_BYTES);
+  }
+}
+
+/* One pass: a block of rows times all panels, K in parts that keep two panels in the first-level
+ * cache while the rows go by. */
+PDS_INLINE void amx_rows(amx_pass *p, const int swiglu, uint32_t part) {
+  const pds_gemm *g = p->g;
+  const size_t pair_floats = (size_t)p->groups * AMX_ROWS * 2 * PDS_LANES;
+  const uint32_t k_tiles = (g->k + 31) / 32;
+  uint32_t block = (uint32_t)(AMX_SUM_BYTES / (pair_floats * sizeof(float))) * 2;
+  if (part >= k_tiles) block = p->panels; /* sums are finished at once */
+  for (uint32_t p0 = 0; p0 < p->panels; p0 += block) {
+    const uint32_t p1 = p->panels - p0 < block ? p->panels : p0 + block;
+    for (uint32_t t = 0; t < k_tiles; t += part) {
+      p->k0 = t * 32;
+      p->tiles = k_tiles - t < part ? k_tiles - t : part;
+      if (!p->in_place) amx_copy(p);
+      for (uint32_t panel = p0; panel < p1; panel += 2) {
+        ptrdiff_t next = 2 * (ptrdiff_t)g->panel_stride;
+        if (panel + 2 >= p1) { /* this block's first panels further on, or the next block's */
+          const ptrdiff_t here = (ptrdiff_t)panel * (ptrdiff_t)g->panel_stride + p->k0 * 32;
+          const int more = t + part < k_tiles;
+          next = (ptrdiff_t)(more ? p0 : p1) * (ptrdiff_t)g->panel_stride +
+                  (more ? (ptrdiff_t)(t + part) * AMX_TILE_BYTES : 0) - here;
+          if (!more && p1 == p->panels) next = 0;
+        }
+        float *sums = p->sums + (part >= k_tiles ? 0 : (panel - p0) / 2 * pair_floats);
+        amx_pair(p, swiglu, panel, sums, next);
+      }
+    }
+  }
+}
+
+PDS_INLINE void amx_any(const pds_gemm *g, const int swiglu) {
+  if (g->rows == 0 || g->cols == 0) return;
+  unsigned char x[AMX_X_BYTES] __attribute__((aligned(64)));
+  float sums[AMX_SUM_BYTES / sizeof(float)] __attribute__((aligned(64)));
+  const uint32_t k_tiles = (g->k + 31) / 32;
+  amx_pass pass = {.g = g,
+                   .panels = (swiglu ? 2 : 1) * ((g->cols + PDS_LANES - 1) / PDS_LANES),
+                   .last_group = (g->rows + AMX_ROWS - 1) / AMX_ROWS,
+                   .in_place = amx_rows_lie_well(g),
+                   .x = x,
+                   .sums = sums};
+  amx_configure(g->rows < AMX_ROWS ? g->rows : AMX_ROWS);
+  uint32_t most = AMX_GROUPS; /* fewer, but not too few, where all of K would not fit */
+  uint32_t x_bytes = (g->l2_bytes ? g->l2_bytes : 1024 * 1024) / 2; /* the rest: panels, sums */
+  if (x_bytes > AMX_X_BYTES) x_bytes = AMX_X_BYTES;
+  while (most > 4 && most * k_tiles > x_bytes / AMX_TILE_BYTES) most /= 2;
+  for (uint32_t first = 0; first < pass.last_group; first += most) {
+    pass.first_group = first;
+    pass.groups = pass.last_group - first < most ? pass.last_group - first : most;
+    uint32_t part = k_tiles;
+    if (pass.groups > 2 && part > AMX_K_TILES) part = AMX_K_TILES;
+    pass.x_tiles = 0;
+    const uint32_t fits = AMX_X_BYTES / AMX_TILE_BYTES / pass.groups;
+    if (!pass.in_place && part > fits) part = fits;
+    amx_rows(&pass, swiglu, part);
+  }
+  _tile_release();
+}
+
+static void bf16_gemm(const pds_gemm *g) {
+  amx_any(g, 0);
+}
+static void bf16_swiglu(const pds_gemm *g) {
+  amx_any(g, 1);
+}
