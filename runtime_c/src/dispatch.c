@@ -11,7 +11,7 @@
 /* Best first. */
 static const pds_isa_path paths[] = {
 #ifdef PDS_HAVE_AVX512BF16
-    {"avx512bf16", "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16",
+    {"avx512bf16", "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16",
      pds_kernels_avx512bf16},
 #endif
 #ifdef PDS_HAVE_AVX512
