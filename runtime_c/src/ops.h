@@ -3,6 +3,7 @@
 #define PDS_OPS_H
 
 #include "kv_layout.h"
+#include "panels.h"
 #include "step.h"
 
 /* The kernels of the plan's act dtype. */
@@ -26,6 +27,7 @@ struct pds_gemm_job {
   void (*select)(const pds_gemm_job *job, uint32_t i, pds_gemm *gemm); /* NULL: count is 1 */
   const void *arg, *arg2;                                              /* of select */
   size_t x_step, y_step;                                               /* of select */
+  uint32_t x_rows; /* rows of x in all, where `select` or the indices choose among them */
   /* set by pds_run_gemms */
   void (*fn)(const pds_gemm *);
   uint32_t y_bytes, blocks, part_blocks, parts, part_rows, row_parts;
@@ -41,6 +43,8 @@ pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, 
 pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x, size_t x_stride,
                            void *y, size_t y_stride, uint32_t rows);
 
+/* On int8 and int4 weights it first quantises the rows of x into PDS_BUF_XQ, and points x, its
+ * stride and x_step there. */
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job);
 
 /* Runs fn over `items` in the caller if there are few, else as a parallel job. */

@@ -162,6 +162,7 @@ void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uin
   pds_gemm_job job =
       pds_swiglu_of(ctx, &l->experts, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, 0);
   job.gemm.x_div = l->gate.top_k;
+  job.x_rows = ctx->rows;
   job.count = n_holes;
   job.select = select_gate_up;
   job.arg = holes;
@@ -176,6 +177,7 @@ void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uin
   job.arg = holes;
   job.arg2 = rows;
   job.x_step = mid_bytes;
+  job.x_rows = holes[n_holes - 1].first + holes[n_holes - 1].rows;
   pds_run_gemms(ctx, &job);
 }
 
