@@ -37,6 +37,7 @@ PDS_INLINE void int_tile(const unsigned char *const *x, const unsigned char *w, 
       for (int p = 0; p < panels; p++) dot[i][p] = base;
     }
     const size_t x_at = (size_t)g * group;
+    PDS_UNROLL_4
     for (uint32_t r = 0; r < w_rows; r++, row += 64) {
       if (nibbles) {
         v16i low[INT_GROUP_PANELS], high[INT_GROUP_PANELS];
@@ -75,7 +76,7 @@ PDS_INLINE void int_tile(const unsigned char *const *x, const unsigned char *w, 
     for (int p = 0; p < panels; p++) {
       const unsigned char *scales = w + (size_t)p * panel_stride + w_bytes + (size_t)g * 32;
       if (rows <= 2) __builtin_prefetch(scales + SCALE_AHEAD, 0, 3);
-      const v16 w_scale = v16_load_bf16((const uint16_t *)scales);
+      const v16 w_scale = v16_load_bf16(scales);
       PDS_UNROLL
       for (int i = 0; i < rows; i++) {
         const float x_scale = ((const float *)(x[i] + k))[g];
@@ -202,27 +203,36 @@ static void i4_swiglu(const pds_gemm *g) {
 }
 
 PDS_INLINE void int_quantise(const uint16_t *x, uint32_t n, uint32_t k, void *y, const int bits) {
+  enum { STEP = 32 };
   const uint32_t group = int_group(bits), groups = k / group;
   int8_t *q = y;
   float *scale = (float *)(q + k);
   int32_t *base = (int32_t *)(scale + groups);
-  for (uint32_t g = 0; g < groups; g++, q += group) {
-    const uint32_t at = g * group, end = n > at ? (n - at < group ? n - at : group) : 0;
-    v16 top = v16_set1(0), odd = v16_set1(0);
-    for (uint32_t i = 0; i < end; i += PDS_LANES) {
-      const v16 v = v16_load_bf16(x + at + i);
-      top = v16_max(top, v16_abs(v));
-      odd = v16_fma(v, v16_set1(0), odd); /* NaN if one of them is NaN or Inf */
+  for (uint32_t g = 0, at = 0; g < groups; g++) {
+    const uint32_t end = at + group;
+    uint32_t top = 0;
+    for (uint32_t i = at; i < end && i < n; i += STEP) {
+      const uint32_t bits_of = bf16_top(x + i);
+      top = bits_of > top ? bits_of : top;
     }
-    const float most = v16_reduce_max(top);
-    const float inverse = most >= PDS_QUANT_TINY ? 127.0f / most : 0;
-    scale[g] = (most >= PDS_QUANT_TINY ? most * (1.0f / 127.0f) : 0) + v16_reduce_add(odd);
-    v16i total = v16i_set1(0);
-    for (uint32_t i = 0; i < group; i += PDS_LANES) {
-      v16 v = i < end ? v16_load_bf16(x + at + i) : v16_set1(0);
-      total = v16i_add(total, v16_store_int8(q + i, v16_mul(v, v16_set1(inverse))));
+    float most, factor = 0;
+    top <<= 16;
+    memcpy(&most, &top, sizeof most);
+    if (most >= PDS_QUANT_TINY) {
+      factor = 127.0f / most;
+      scale[g] = most * (1.0f / 127.0f) + 0 * most; /* Inf * 0: NaN */
+    } else {
+      scale[g] = 0 * most;
     }
-    base[g] = (int32_t)(-(uint32_t)v16i_reduce_add(total) * (bits == 8 ? 128u : 8u));
+    int32_t total = 0;
+    for (; at < end; at += STEP) {
+      if (at < n) {
+        total += bf16_to_int8(x + at, factor, q + at);
+      } else {
+        memset(q + at, 0, STEP);
+      }
+    }
+    base[g] = -total * (bits == 8 ? 128 : 8);
   }
 }
 

@@ -3,6 +3,7 @@
 #ifndef PDS_INT_AVX2_H
 #define PDS_INT_AVX2_H
 
+#include "int_avx2_sums.h"
 #include "vec_avx2.h"
 
 typedef struct {
@@ -32,34 +33,35 @@ PDS_INLINE v16i v16i_high(v16i w) {
 PDS_INLINE v16 v16i_float(v16i v) {
   return (v16){_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)};
 }
-PDS_INLINE int32_t v16i_reduce_add(v16i v) {
-  __m256i half = _mm256_add_epi32(v.a, v.b);
-  __m128i q = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
-}
-PDS_INLINE v16i v16i_add(v16i x, v16i y) {
-  return (v16i){_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
-}
-PDS_INLINE __m256 v16_load_bf16_half(const uint16_t *p) {
-  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+PDS_INLINE __m256 v16_load_bf16_half(const void *p) {
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
-PDS_INLINE v16 v16_load_bf16(const uint16_t *p) {
-  return (v16){v16_load_bf16_half(p), v16_load_bf16_half(p + 8)};
+PDS_INLINE v16 v16_load_bf16(const void *p) {
+  return (v16){v16_load_bf16_half(p), v16_load_bf16_half((const char *)p + 16)};
 }
-PDS_INLINE v16 v16_abs(v16 v) {
-  const __m256 sign = _mm256_set1_ps(-0.0f);
-  return (v16){_mm256_andnot_ps(sign, v.a), _mm256_andnot_ps(sign, v.b)};
+
+/* The bits of the largest |x| of 32 bf16 values; 0x7f80 and more: one is not finite. */
+PDS_INLINE uint32_t bf16_top(const uint16_t *x) {
+  const __m256i mask = _mm256_set1_epi16(0x7fff);
+  __m256i a = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)x), mask);
+  __m256i b = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(x + 16)), mask);
+  return v16i_largest(_mm256_max_epu16(a, b));
 }
-/* Nearest even; every lane within int8. */
-PDS_INLINE v16i v16_store_int8(int8_t *p, v16 v) {
-  v16i i = {_mm256_cvtps_epi32(v.a), _mm256_cvtps_epi32(v.b)};
-  __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(i.a, i.b), 0xd8);
-  __m128i bytes =
-      _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  _mm_storeu_si128((__m128i *)p, bytes);
-  return i;
+
+/* 32 bf16 values times `factor` as int8, to nearest even; returns their sum. */
+PDS_INLINE int32_t bf16_to_int8(const uint16_t *x, float factor, int8_t *q) {
+  __m256i v[4];
+  PDS_UNROLL
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm256_cvtps_epi32(
+        _mm256_mul_ps(v16_load_bf16_half(x + 8 * i), _mm256_set1_ps(factor)));
+  }
+  __m256i bytes =
+      _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+  bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256((__m256i *)q, bytes);
+  return v16i_sum(bytes);
 }
 
 /* Four bytes of x for every lane, and acc + their products with w's: w unsigned, x signed.

@@ -3,6 +3,7 @@
 #ifndef PDS_INT_AVX512_H
 #define PDS_INT_AVX512_H
 
+#include "int_avx2_sums.h"
 #include "vec_avx512.h"
 
 typedef __m512i v16i;
@@ -27,24 +28,26 @@ PDS_INLINE v16i v16i_high(v16i w) {
 PDS_INLINE v16 v16i_float(v16i v) {
   return _mm512_cvtepi32_ps(v);
 }
-PDS_INLINE int32_t v16i_reduce_add(v16i v) {
-  return _mm512_reduce_add_epi32(v);
-}
-PDS_INLINE v16i v16i_add(v16i a, v16i b) {
-  return _mm512_add_epi32(a, b);
-}
-PDS_INLINE v16 v16_load_bf16(const uint16_t *p) {
-  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+PDS_INLINE v16 v16_load_bf16(const void *p) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
-PDS_INLINE v16 v16_abs(v16 v) {
-  return _mm512_abs_ps(v);
+
+/* The bits of the largest |x| of 32 bf16 values; 0x7f80 and more: one is not finite. */
+PDS_INLINE uint32_t bf16_top(const uint16_t *x) {
+  __m512i v = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));
+  __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
+  return v16i_largest(half);
 }
-/* Nearest even; every lane within int8. */
-PDS_INLINE v16i v16_store_int8(int8_t *p, v16 v) {
-  v16i i = _mm512_cvtps_epi32(v);
-  _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(i));
-  return i;
+
+/* 32 bf16 values times `factor` as int8, to nearest even; returns their sum. */
+PDS_INLINE int32_t bf16_to_int8(const uint16_t *x, float factor, int8_t *q) {
+  const v16 f = _mm512_set1_ps(factor);
+  __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(v16_load_bf16(x), f));
+  __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(v16_load_bf16(x + 16), f));
+  __m256i bytes = _mm256_set_m128i(_mm512_cvtsepi32_epi8(b), _mm512_cvtsepi32_epi8(a));
+  _mm256_storeu_si256((__m256i *)q, bytes);
+  return v16i_sum(bytes);
 }
 
 /* Four bytes of x for every lane, and acc + their products with w's: w unsigned, x signed.

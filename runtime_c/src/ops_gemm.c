@@ -105,7 +105,7 @@ static void quantise_row(void *arg, uint32_t row, uint32_t worker) {
 
 /* The job's x becomes rows of int8: once, rather than in each item that reads them. */
 static void quantise_x(pds_step_ctx *ctx, pds_gemm_job *job) {
-  enum { ALONE = 32 * 1024 }; /* elements that the caller quantises before workers had woken */
+  enum { ALONE = 16 * 1024 }; /* elements: less time than workers take to wake */
   pds_gemm *g = &job->gemm;
   quantise_job q = {
       .kernels = job->w->dtype == PDS_I8 ? &ctx->kernels->i8 : &ctx->kernels->i4,
