@@ -40,7 +40,7 @@ def quantise(m: Array, form: Form) -> tuple[Array, Array]:
         with np.errstate(all="ignore"):  # of NaN, infinities and groups of zeros
             values[part], scales[part] = block(groups[part])
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for _ in pool.map(run, range(0, len(groups), BLOCK)):
             pass
     return values.reshape(m.shape), scales.reshape(len(m), -1)
