@@ -80,8 +80,7 @@ PDS_INLINE void int_tile(const unsigned char *const *x, const unsigned char *w, 
       PDS_UNROLL
       for (int i = 0; i < rows; i++) {
         const float x_scale = ((const float *)(x[i] + k))[g];
-        sum[i][p] =
-            v16_fma(v16i_float(dot[i][p]), v16_mul(w_scale, v16_set1(x_scale)), sum[i][p]);
+        sum[i][p] = v16_fma(v16i_float(dot[i][p]), v16_mul(w_scale, v16_set1(x_scale)), sum[i][p]);
       }
     }
   }
@@ -102,15 +101,18 @@ typedef void (*int_tile_fn)(const unsigned char *const *x, const unsigned char *
                                                uint32_t k, size_t jump, float *acc) {              \
     int_tile(x, w, panel_stride, k, jump, acc, bits, rows, panels);                                \
   }
-#define TILES(bits) TILE(bits, 1, 1) TILE(bits, 1, 2) TILE(bits, 2, 1) TILE(bits, 2, 2)            \
-  TILE(bits, 3, 1) TILE(bits, 4, 1)
+#define TILES(bits)                                                                                \
+  TILE(bits, 1, 1)                                                                                 \
+  TILE(bits, 1, 2) TILE(bits, 2, 1) TILE(bits, 2, 2) TILE(bits, 3, 1) TILE(bits, 4, 1)
 TILES(8)
 TILES(4)
 #undef TILES
 #if TILE_MANY
-#define TILES(bits) TILE(bits, 1, 4) TILE(bits, 2, 4) TILE(bits, 3, 2) TILE(bits, 4, 2)            \
-  TILE(bits, 5, 1) TILE(bits, 5, 2) TILE(bits, 6, 1) TILE(bits, 6, 2) TILE(bits, 7, 1)             \
-  TILE(bits, 7, 2) TILE(bits, 8, 1) TILE(bits, 8, 2)
+#define TILES(bits)                                                                                \
+  TILE(bits, 1, 4)                                                                                 \
+  TILE(bits, 2, 4) TILE(bits, 3, 2) TILE(bits, 4, 2) TILE(bits, 5, 1) TILE(bits, 5, 2)             \
+      TILE(bits, 6, 1) TILE(bits, 6, 2) TILE(bits, 7, 1) TILE(bits, 7, 2) TILE(bits, 8, 1)         \
+          TILE(bits, 8, 2)
 TILES(8)
 TILES(4)
 #undef TILES
@@ -121,16 +123,22 @@ TILES(4)
 #if TILE_MANY
 #define TILES(i)                                                                                   \
   {                                                                                                \
-    {i##_tile_1x1, i##_tile_1x2, i##_tile_1x4}, {i##_tile_2x1, i##_tile_2x2, i##_tile_2x4},        \
-        {i##_tile_3x1, i##_tile_3x2, 0}, {i##_tile_4x1, i##_tile_4x2, 0},                          \
-        {i##_tile_5x1, i##_tile_5x2, 0}, {i##_tile_6x1, i##_tile_6x2, 0},                          \
-        {i##_tile_7x1, i##_tile_7x2, 0}, {i##_tile_8x1, i##_tile_8x2, 0},                          \
+      {i##_tile_1x1, i##_tile_1x2, i##_tile_1x4},                                                  \
+      {i##_tile_2x1, i##_tile_2x2, i##_tile_2x4},                                                  \
+      {i##_tile_3x1, i##_tile_3x2, 0},                                                             \
+      {i##_tile_4x1, i##_tile_4x2, 0},                                                             \
+      {i##_tile_5x1, i##_tile_5x2, 0},                                                             \
+      {i##_tile_6x1, i##_tile_6x2, 0},                                                             \
+      {i##_tile_7x1, i##_tile_7x2, 0},                                                             \
+      {i##_tile_8x1, i##_tile_8x2, 0},                                                             \
   }
 #else
 #define TILES(i)                                                                                   \
   {                                                                                                \
-    {i##_tile_1x1, i##_tile_1x2, 0}, {i##_tile_2x1, i##_tile_2x2, 0}, {i##_tile_3x1, 0, 0},        \
-        {i##_tile_4x1, 0, 0},                                                                      \
+      {i##_tile_1x1, i##_tile_1x2, 0},                                                             \
+      {i##_tile_2x1, i##_tile_2x2, 0},                                                             \
+      {i##_tile_3x1, 0, 0},                                                                        \
+      {i##_tile_4x1, 0, 0},                                                                        \
   }
 #endif
 static const int_tile_fn int_tiles[2][INT_ROWS][3] = {TILES(i8), TILES(i4)};

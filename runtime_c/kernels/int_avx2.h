@@ -54,8 +54,7 @@ PDS_INLINE int32_t bf16_to_int8(const uint16_t *x, float factor, int8_t *q) {
   __m256i v[4];
   PDS_UNROLL
   for (int i = 0; i < 4; i++) {
-    v[i] = _mm256_cvtps_epi32(
-        _mm256_mul_ps(v16_load_bf16_half(x + 8 * i), _mm256_set1_ps(factor)));
+    v[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v16_load_bf16_half(x + 8 * i), _mm256_set1_ps(factor)));
   }
   __m256i bytes =
       _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));

@@ -25,8 +25,8 @@
 #include <stdint.h>
 
 enum {
-  PDS_LANES = 16, /* output columns of a panel */
-  PDS_KEYS = 64,  /* tokens of a KV block */
+  PDS_LANES = 16,    /* output columns of a panel */
+  PDS_KEYS = 64,     /* tokens of a KV block */
   PDS_I8_GROUP = 64, /* k that share a scale, of int8 weights and of their GEMM inputs */
   PDS_I4_GROUP = 32, /* of int4 weights */
 };

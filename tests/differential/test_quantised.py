@@ -49,9 +49,7 @@ def test_kernel_paths_agree(plans: PlanStore, dtype: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(ROOM))
-def test_the_same_model_gives_the_same_bytes(
-    plans: PlanStore, tmp_path: Path, dtype: str
-) -> None:
+def test_the_same_model_gives_the_same_bytes(plans: PlanStore, tmp_path: Path, dtype: str) -> None:
     model = BUNDLED / "tiny-mixtral"
     first = Plan.open(plans.compile(model, dtype=dtype))
     pdscope.compile(model, tmp_path / "again", dtype=dtype)
