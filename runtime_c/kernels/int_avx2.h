@@ -1,10 +1,9 @@
 /* int_avx2.h: words of four bytes in 16 int32 lanes as two AVX2 registers. The same names exist
- * in int_avx512.h. */
+ * in int_avx512.h. Part of vec_avx2.h. */
 #ifndef PDS_INT_AVX2_H
 #define PDS_INT_AVX2_H
 
 #include "int_avx2_sums.h"
-#include "vec_avx2.h"
 
 typedef struct {
   __m256i a, b;

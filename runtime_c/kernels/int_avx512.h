@@ -1,10 +1,9 @@
 /* int_avx512.h: words of four bytes in 16 int32 lanes on AVX-512 BW, with VNNI where the path has
- * it. The same names exist in int_avx2.h; int.h uses only these. */
+ * it. The same names exist in int_avx2.h; int.h uses only these. Part of vec_avx512.h. */
 #ifndef PDS_INT_AVX512_H
 #define PDS_INT_AVX512_H
 
 #include "int_avx2_sums.h"
-#include "vec_avx512.h"
 
 typedef __m512i v16i;
 
