@@ -188,8 +188,15 @@ PDS_INLINE void int_rows(const pds_gemm *g, uint32_t first, uint32_t last, const
   }
 }
 
+#ifdef __AMX_INT8__
+#include "int_amx.h"
+#endif
+
 PDS_INLINE void int_any(const pds_gemm *g, const int bits, const int swiglu) {
   enum { X_BYTES = 512 * 1024 };
+#ifdef __AMX_INT8__
+  if (int_amx(g, bits, swiglu)) return;
+#endif
   uint32_t chunk = (uint32_t)(X_BYTES / (g->k + 1)) / INT_ROWS * INT_ROWS;
   if (chunk < 4 * INT_ROWS) chunk = 4 * INT_ROWS;
   for (uint32_t first = 0; first < g->rows; first += chunk) {
