@@ -26,7 +26,7 @@ from support.packing import (
     quantised_rows,
 )
 
-PATHS = ("scalar", "avx2", "avx512", "avx512bf16")
+PATHS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 F32, ADD, ACT = 0, 1, 2
 
 ffi = interface("kernels/kernels.h")
@@ -105,8 +105,8 @@ def test_quantise_keeps_the_nearest_multiples(library: Any, path: str, bits: int
 
 @settings(max_examples=40, deadline=None)
 @given(
-    rows=st.sampled_from((1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)),
-    k=st.sampled_from((32, 64, 96, 128, 192, 2048)),
+    rows=st.sampled_from((1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 130)),
+    k=st.sampled_from((32, 64, 96, 128, 192, 2048, 4160)),
     cols=st.sampled_from((1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 79, 80, 96)),
     bits=st.sampled_from((8, 4)),
     seed=st.integers(0, 2**32 - 1),
@@ -175,15 +175,15 @@ def test_gathers_and_scatters_rows(library: Any, path: str, bits: int) -> None:
     rng = np.random.default_rng(3)
     q, scale = quantised(rng.standard_normal((32, 64)).astype(np.float32), bits)
     w = aligned(pack_int(q, scale, bits))
-    x = act(rng, 7, 64)
+    x = act(rng, 50, 64)
     xq, exact = quantise(kernels, x, bits), quantised_rows(bf16_value(x), bits)
-    for rows in (0, 1, 2, 3, 7, 8, 9, 21):
-        index = rng.permutation(21)[:rows].astype(np.int32)
+    for rows in (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 21, 150):
+        index = rng.permutation(150)[:rows].astype(np.int32)
         at = ffi.cast("int32_t *", index.ctypes.data)
-        y = np.full((21, 32), 5, np.float32)
+        y = np.full((150, 32), 5, np.float32)
         more = {"rows": rows, "x_index": at, "x_div": 3, "y_index": at}
         run(kernels.gemm, xq, w, y, 32, k=64, panel=w.shape[1], **more)
-        want = np.full((21, 32), 5.0)
+        want = np.full((150, 32), 5.0)
         want[index] = exact[index // 3] @ dequantised(q, scale).T
         np.testing.assert_allclose(y, want, rtol=2e-5, atol=2e-5)
 
@@ -192,7 +192,7 @@ def test_gathers_and_scatters_rows(library: Any, path: str, bits: int) -> None:
 def test_swiglu_matches_numpy_and_zeroes_its_padding(library: Any, path: str, bits: int) -> None:
     kernels, twin = table(library, path, bits), table(library, "scalar", bits)
     rng = np.random.default_rng(4)
-    for rows in (1, 2, 3, 4, 7, 8, 9, 17):
+    for rows in (1, 2, 3, 4, 7, 8, 9, 17, 40):
         for inter in (1, 15, 16, 17, 32, 33, 48, 80):
             x = act(rng, rows, 64)
             w, halves = pack_int_pair(
