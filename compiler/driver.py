@@ -43,7 +43,7 @@ from pdscope.ir.isa import ISA_HASH
 from pdscope.schema import FORMAT_VERSION, check_full
 
 DEFAULT_CONTEXT = 32768  # upper end of the default; the model's own limit if that is less
-DTYPES = ("auto", "fp32", "bf16")
+DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -184,11 +184,11 @@ def compile_model(
 ) -> CompileResult:
     """Compile the model at `model` into the plan directory `out`.
 
-    Options: dtype "auto" | "fp32" | "bf16"; load_format "auto" | "dummy"; max_context (tokens a
-    sequence may hold); max_rows (rows of one step); target "native" | "any" | a CPU name or feature
-    list; check_weights. `force` replaces an existing plan. `dry_run` stops before weights and code:
-    `out` may be None. A compile that is killed leaves no plan; the same call resumes behind the
-    last finished pass.
+    Options: dtype "auto" | "fp32" | "bf16" | "int8" | "int4"; load_format "auto" | "dummy";
+    max_context (tokens a sequence may hold); max_rows (rows of one step); target "native" | "any" |
+    a CPU name or feature list; check_weights. `force` replaces an existing plan. `dry_run` stops
+    before weights and code: `out` may be None. A compile that is killed leaves no plan; the same
+    call resumes behind the last finished pass.
 
     Raises ModelError, TargetError, BudgetError, PlanError or InputError.
     """

@@ -14,7 +14,13 @@ from pdscope.compiler.passes.plan_memory import MemoryPlan, rope_tables
 from pdscope.ir.graph import Rope
 
 # Enumerators of plan_desc.h by the words of the IR.
-_DTYPE = {Form.PACKED_F32: "PDS_F32", Form.PACKED_BF16: "PDS_BF16", Form.VECTOR: "PDS_VEC_F32"}
+_DTYPE = {
+    Form.PACKED_F32: "PDS_F32",
+    Form.PACKED_BF16: "PDS_BF16",
+    Form.PACKED_INT8: "PDS_I8",
+    Form.PACKED_INT4: "PDS_I4",
+    Form.VECTOR: "PDS_VEC_F32",
+}
 _ATTENTION = {"gqa": "PDS_GQA", "mla": "PDS_MLA"}
 _QK_NORM = {"none": "PDS_QK_NONE", "head": "PDS_QK_HEAD", "full": "PDS_QK_FULL"}
 _SCORE = {"softmax": "PDS_SOFTMAX", "sigmoid": "PDS_SIGMOID"}

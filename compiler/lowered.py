@@ -12,6 +12,7 @@ from pdscope.ir.graph import GateAttrs, Rope
 
 PANEL = 16  # output columns of a packed panel
 K_ALIGN = 32  # rows of a packed matrix are padded to this many inputs
+INT_K_ALIGN = 64  # of an int8 or int4 matrix
 EXPERT_ALIGN = 4096  # expert blobs start on a page
 TENSOR_ALIGN = 64  # all other tensors start on a cache line
 KV_BLOCK = 64  # tokens in one KV block
@@ -27,11 +28,45 @@ class Form(StrEnum):
 
     PACKED_F32 = "fp32"
     PACKED_BF16 = "bf16"
+    PACKED_INT8 = "int8"
+    PACKED_INT4 = "int4"
     VECTOR = "vector"
 
     @property
-    def item_bytes(self) -> int:
-        return 2 if self is Form.PACKED_BF16 else 4
+    def bits(self) -> int:
+        """Of one element, without its share of a scale."""
+        return {Form.PACKED_BF16: 16, Form.PACKED_INT8: 8, Form.PACKED_INT4: 4}.get(self, 32)
+
+    @property
+    def group(self) -> int:
+        """Elements along k that share a bf16 scale; 0: the format has none."""
+        return {Form.PACKED_INT8: 64, Form.PACKED_INT4: 32}.get(self, 0)
+
+    def k_pad(self, k: int) -> int:
+        """Inputs of a packed matrix, padding included."""
+        return ceil_to(k, INT_K_ALIGN if self.group else K_ALIGN)
+
+    def panel_bytes(self, k: int) -> int:
+        """A panel of 16 output columns (runtime_c/src/panels.h): elements, then scales."""
+        k = self.k_pad(k)
+        scales = ceil_to(k // self.group * PANEL * 2, TENSOR_ALIGN) if self.group else 0
+        return k * PANEL * self.bits // 8 + scales
+
+    def quant_bytes(self, k: int) -> int:
+        """A quantised row of GEMM input: int8, a scale and a sum a group; 0 without groups."""
+        if not self.group:
+            return 0
+        k = self.k_pad(k)
+        return ceil_to(k + 8 * (k // self.group), TENSOR_ALIGN)
+
+
+#: The form of a plan's matrices, by its dtype; router and norms are fp32 in every plan.
+MATRIX_FORM = {
+    "fp32": Form.PACKED_F32,
+    "bf16": Form.PACKED_BF16,
+    "int8": Form.PACKED_INT8,
+    "int4": Form.PACKED_INT4,
+}
 
 
 # --- where a tensor's values come from (transformers' parameter names) ---
@@ -133,14 +168,14 @@ class Tensor:
 
     @property
     def k_pad(self) -> int:
-        return ceil_to(self.k, K_ALIGN)
+        return self.form.k_pad(self.k)
 
     @property
     def matrix_bytes(self) -> int:
         """Bytes of one of the `count` matrices, padding included."""
         if self.form is Form.VECTOR:
             return self.n * 4
-        return ceil_to(self.n, PANEL) * self.k_pad * self.form.item_bytes
+        return ceil_to(self.n, PANEL) // PANEL * self.form.panel_bytes(self.k)
 
     def at(self, file: int, offset: int, stride: int) -> "Tensor":
         return replace(self, file=file, offset=offset, stride=stride)
@@ -218,7 +253,7 @@ class WeightFile:
 @dataclass(frozen=True)
 class LoweredModel:
     architecture: str
-    dtype: str  # "fp32" | "bf16": GEMM inputs, packed weights and KV
+    dtype: str  # of packed weights, "fp32" | "bf16" | "int8" | "int4"
     hidden: int
     vocab: int
     max_context: int
@@ -231,7 +266,8 @@ class LoweredModel:
 
     @property
     def act_bytes(self) -> int:
-        return 2 if self.dtype == "bf16" else 4
+        """Of GEMM inputs and of the KV cache: fp32 in fp32 plans, else bf16."""
+        return 4 if self.dtype == "fp32" else 2
 
     @property
     def parameters(self) -> int:

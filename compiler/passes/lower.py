@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pdscope.compiler.lowered import (
     EXPERT_ALIGN,
+    MATRIX_FORM,
     PANEL,
     TENSOR_ALIGN,
     AbsorbKey,
@@ -52,7 +53,7 @@ A = TypeVar("A")
 class Lower:
     """Options of the pass: the plan's dtype and the longest context it serves."""
 
-    dtype: str  # "fp32" | "bf16"
+    dtype: str  # "fp32" | "bf16" | "int8" | "int4"
     max_context: int
 
     def run(self, graph: Graph) -> LoweredModel:
@@ -66,7 +67,7 @@ class _Matcher:
     def __init__(self, graph: Graph, options: Lower) -> None:
         self.graph = graph
         self.options = options
-        self.matrix = Form.PACKED_BF16 if options.dtype == "bf16" else Form.PACKED_F32
+        self.matrix = MATRIX_FORM[options.dtype]
         self.left = {n.name: n for n in graph.nodes}
         self.users: dict[str, list[Node]] = {n.name: [] for n in graph.nodes}
         for n in graph.nodes:
@@ -189,6 +190,12 @@ class _Matcher:
     def _packed(self, name: str, n: int, k: int, source: Any, count: int = 1) -> Tensor:
         return Tensor(name, self.matrix, n, k, source, count)
 
+    def _absorbed(self, name: str, n: int, k: int, source: Any, count: int) -> Tensor:
+        """MLA's per-head matrices stay bf16 in int8 and int4 plans: small, and the latent that
+        passes through them is all that attention reads of the context."""
+        form = Form.PACKED_BF16 if self.matrix.group else self.matrix
+        return Tensor(name, form, n, k, source, count)
+
     def _vector(self, name: str, node: Node, *roles: str) -> Tensor | None:
         have = [r for r in roles if r in node.weights]
         if not have:
@@ -273,14 +280,14 @@ class _Matcher:
             q_norm=self._vector(f"{name}.q_norm", node, "q_a_norm"),
             k_norm=self._vector(f"{name}.k_norm", node, "kv_a_norm"),
             q_b=q_b,
-            uk=self._packed(
+            uk=self._absorbed(
                 f"{name}.uk",
                 a.kv_lora,
                 a.nope_dim,
                 AbsorbKey(kv_b, a.heads, a.nope_dim, a.v_dim),
                 a.heads,
             ),
-            uv=self._packed(
+            uv=self._absorbed(
                 f"{name}.uv",
                 a.v_dim,
                 a.kv_lora,

@@ -1,8 +1,8 @@
 """Write one weight file of a plan: assemble each tensor, lay it out in panels, stream it to disk.
 
 The packed layout is the one that runtime_c/src/plan_desc.h describes. Values are converted exactly
-(bf16 -> fp32) or rounded to nearest even (fp32, fp16 -> bf16). May import numpy and
-pdscope.compiler.{lowered,passmanager}.
+(bf16 -> fp32), rounded to nearest even (fp32, fp16 -> bf16) or quantised (compiler/quantise.py).
+May import numpy and pdscope.compiler.{lowered,passmanager,quantise}.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdscope.compiler.lowered import (
-    K_ALIGN,
     PANEL,
     AbsorbKey,
     AbsorbValue,
@@ -29,8 +28,11 @@ from pdscope.compiler.lowered import (
     ceil_to,
 )
 from pdscope.compiler.passmanager import Workspace, writing
+from pdscope.compiler.quantise import quantise, to_bfloat16, to_float32
 
 Array = NDArray[Any]
+
+QUANTISE_ITEMS = 1 << 24  # elements of a matrix that are quantised at a time
 
 
 class WeightReader(Protocol):
@@ -74,11 +76,12 @@ def _pieces(file: WeightFile, weights: WeightReader) -> Iterator[tuple[int, Arra
         if isinstance(t.source, ExpertGateUp):
             down = tensors.pop(0)
             for e in range(t.count):
-                yield t.offset + e * t.stride, _pack(_matrix(t, weights, e), t)
-                yield down.offset + e * down.stride, _pack(_matrix(down, weights, e), down)
+                yield from _packed(_matrix(t, weights, e), t, t.offset + e * t.stride)
+                at = down.offset + e * down.stride
+                yield from _packed(_matrix(down, weights, e), down, at)
         else:
             for i in range(t.count):
-                yield t.offset + i * t.stride, _pack(_matrix(t, weights, i), t)
+                yield from _packed(_matrix(t, weights, i), t, t.offset + i * t.stride)
 
 
 def _matrix(t: Tensor, weights: WeightReader, index: int) -> Array:
@@ -121,37 +124,53 @@ def _alternate(gate: Array, up: Array) -> Array:
     return out.reshape(-1, k)
 
 
-def _pack(m: Array, t: Tensor) -> Array:
+def _packed(m: Array, t: Tensor, offset: int) -> Iterator[tuple[int, Array]]:
     """Lay [n, k] out in panels of 16 columns; a vector becomes fp32 as it is."""
     if t.form is Form.VECTOR:
-        return to_float32(m).reshape(-1)
-    m = to_bfloat16(m) if t.form is Form.PACKED_BF16 else to_float32(m)
+        yield offset, to_float32(m).reshape(-1)
+        return
     if m.shape != (t.n, t.k):
         raise AssertionError(f"{t.name}: assembled {m.shape}, planned {(t.n, t.k)}")
-    n_pad, k_pad = ceil_to(t.n, PANEL), ceil_to(t.k, K_ALIGN)
-    if m.shape != (n_pad, k_pad):
-        padded = np.zeros((n_pad, k_pad), m.dtype)
-        padded[: t.n, : t.k] = m
-        m = padded
-    words = np.ascontiguousarray(m).view(np.uint32)  # bf16: one word is the pair (k, k + 1)
-    return np.ascontiguousarray(words.reshape(n_pad // PANEL, PANEL, -1).transpose(0, 2, 1))
+    if not t.form.group:
+        m = to_bfloat16(m) if t.form is Form.PACKED_BF16 else to_float32(m)
+        yield offset, _words(_padded(m, t))  # bf16: one word is the pair (k, k + 1)
+        return
+    step = max(PANEL, QUANTISE_ITEMS // t.k_pad // PANEL * PANEL)
+    for first in range(0, t.n, step):
+        block = _padded(to_float32(m[first : first + step]), t)
+        yield offset + first // PANEL * t.form.panel_bytes(t.k), _quantised(block, t)
 
 
-def to_float32(a: Array) -> Array:
-    """bf16 bits (uint16) or float -> float32, exact."""
-    if a.dtype == np.uint16:
-        return (a.astype(np.uint32) << 16).view(np.float32)
-    return a.astype(np.float32, copy=False)
+def _padded(m: Array, t: Tensor) -> Array:
+    """Rows and columns of zeros up to whole panels and tiles."""
+    shape = ceil_to(len(m), PANEL), t.k_pad
+    if m.shape == shape:
+        return m
+    padded = np.zeros(shape, m.dtype)
+    padded[: len(m), : t.k] = m
+    return padded
 
 
-def to_bfloat16(a: Array) -> Array:
-    """float32 -> bf16 bits, to nearest even; NaN stays NaN. bf16 bits pass."""
-    if a.dtype == np.uint16:
-        return a
-    bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    quiet = (bits >> 16) | 0x40
-    return np.where(np.isnan(a), quiet, rounded).astype(np.uint16)
+def _words(m: Array) -> Array:
+    """[n, k] -> [panels, 64-byte rows, 16 words of 32 bits]."""
+    words = np.ascontiguousarray(m).view(np.uint32)
+    return np.ascontiguousarray(words.reshape(-1, PANEL, words.shape[1]).transpose(0, 2, 1))
+
+
+def _quantised(m: Array, t: Tensor) -> Array:
+    """Panels of float32 [n, k] as int8 or int4, each with its scales behind it."""
+    q, scale = quantise(m, t.form)
+    if t.form is Form.PACKED_INT4:
+        pairs = (q + 8).view(np.uint8).reshape(len(q), -1, 2, 4)  # k..k+3, k+4..k+7 of a word
+        q = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(len(q), -1)
+    panels = len(m) // PANEL
+    out = np.zeros((panels, t.form.panel_bytes(t.k)), np.uint8)
+    words = _words(q).reshape(panels, -1).view(np.uint8)
+    out[:, : words.shape[1]] = words
+    scales = np.ascontiguousarray(scale.reshape(panels, PANEL, -1).transpose(0, 2, 1))
+    scales = scales.reshape(panels, -1).view(np.uint8)
+    out[:, words.shape[1] : words.shape[1] + scales.shape[1]] = scales
+    return out
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 from pdscope.compiler.lowered import (
     K_ALIGN,
     KV_BLOCK,
+    MATRIX_FORM,
     PANEL,
     Attention,
     LoweredModel,
@@ -216,7 +217,24 @@ def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
         Buffer("EXPERT_OUT", 4 * rows * top_k * hidden),
         Buffer("SHARED_OUT", 4 * rows * hidden if shared else 0),
         Buffer("LOGITS", 4 * logits * model.vocab),
+        Buffer("XQ", _quantised(model, rows)),
     ]
+
+
+def _quantised(model: LoweredModel, rows: int) -> int:
+    """int8 and int4 plans: the quantised inputs of the largest step of GEMMs. Routed and shared
+    experts may run as one: both have room."""
+    row = MATRIX_FORM[model.dtype].quant_bytes
+    most = row(model.hidden)
+    for layer in model.layers:
+        a = layer.attn
+        most = max(most, row(a.heads * a.v_dim), row(a.q_lora))
+        if layer.dense:
+            most = max(most, row(layer.dense.inter))
+        if layer.gate and layer.experts:
+            routed = layer.gate.attrs.top_k * row(layer.experts.inter)
+            most = max(most, routed + (row(layer.shared.inter) if layer.shared else 0))
+    return rows * most
 
 
 def _qk(a: Attention) -> int:

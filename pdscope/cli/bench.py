@@ -1,4 +1,5 @@
-"""pdscope-bench: how fast a plan prefills and decodes, measured as llama-bench does."""
+"""pdscope-bench: how fast a plan prefills and decodes, measured as llama-bench does; how well it
+predicts a text."""
 
 import json
 import statistics
@@ -87,6 +88,25 @@ class Result:
 @click.option(
     "--isa", help="Force a kernel path: scalar, avx2, ... Default: PDSCOPE_ISA, or the best."
 )
+@click.option(
+    "--perplexity",
+    "text",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Measure how well the plan predicts FILE, not its speed: a text, or *.jsonl of texts and "
+    "chats.",
+)
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    help="With --perplexity: another plan of the model, such as the bf16 one, to compare with.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=0),
+    default=0,
+    help="With --perplexity: use the first N tokens of FILE. 0: all.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a Markdown table.")
 def main(
     plan: Path,
@@ -96,22 +116,35 @@ def main(
     no_warmup: bool,
     threads: int,
     isa: str | None,
+    text: Path | None,
+    against: Path | None,
+    tokens: int,
     as_json: bool,
 ) -> None:
-    """Measure the speed of a plan in tokens a second.
+    """Measure the speed of a plan in tokens a second, or its perplexity on a text.
 
     ppN is the prefill of a prompt of N tokens, tgN the decode of N tokens, both of random tokens
     and without sampling, as llama-bench measures them. Each test has a warm-up run and then -r
     measured ones, of which the table gives mean and standard deviation, and least, median and
     greatest.
 
+    --perplexity predicts every token of a text from those before it, in windows of 512 tokens, and
+    prints exp of the mean loss: with --against, what int8 or int4 weights cost.
+
     \b
     pdscope-bench plan/
     pdscope-bench plan/ -p 512,4096 -n 64 -r 5
     pdscope-bench plan/ -p 0 -n 32 --json
+    pdscope-bench int4-plan/ --perplexity text.txt --against bf16-plan/
     """
     from pdscope.engine import load
     from pdscope.plan import Plan
+
+    if text is not None:
+        _perplexity([p for p in (plan, against) if p], text, tokens, threads, isa, as_json)
+        return
+    if against is not None or tokens:
+        raise click.UsageError("--against and --tokens go with --perplexity FILE.")
 
     opened = Plan.open(plan)
     tests = [("pp", n) for n in n_prompt if n] + [("tg", n) for n in n_gen if n]
@@ -156,6 +189,52 @@ def _timed(before: Callable[[], None], run: Callable[[], None]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
+
+
+def _perplexity(
+    plans: list[Path], text: Path, limit: int, threads: int, isa: str | None, as_json: bool
+) -> None:
+    """One line a plan; the last plan is what the others are compared with."""
+    from pdscope.cli.format import human_bytes, markdown
+    from pdscope.engine import load
+    from pdscope.errors import InputError
+    from pdscope.perplexity import measure, read_windows
+
+    reports: list[dict[str, Any]] = []
+    windows = None
+    for path in plans:
+        with load(path, threads=threads, isa=isa) as engine:
+            own = read_windows(engine, text, limit)
+            same = windows is None or [w.tolist() for w in windows] == [w.tolist() for w in own]
+            if not same:
+                raise InputError(
+                    f"{path}: cuts {text} into other tokens than {plans[0]}: give plans of one "
+                    "model, with one context length"
+                )
+            windows = own
+            found = measure(engine, windows)
+            reports.append(
+                {
+                    "plan": str(path),
+                    "dtype": engine.plan.data["dtype"],
+                    "weight_bytes": engine.info.weight_bytes,
+                    "isa": engine.info.isa,
+                    "tokens": found.tokens,
+                    "loss": found.loss,
+                    "perplexity": found.value,
+                }
+            )
+    for report in reports:
+        report["ratio"] = report["perplexity"] / reports[-1]["perplexity"]
+    if as_json:
+        click.echo(json.dumps(reports, indent=2))
+        return
+    rows = [("plan", "dtype", "size", "isa", "tokens", "perplexity", "ratio")]
+    for r in reports:
+        size, value = human_bytes(r["weight_bytes"]), f"{r['perplexity']:.4f}"
+        ratio = f"{r['ratio']:.4f}"
+        rows.append((r["plan"], r["dtype"], size, r["isa"], str(r["tokens"]), value, ratio))
+    click.echo(markdown(rows))
 
 
 def _report(engine: "Engine", result: Result) -> dict[str, Any]:

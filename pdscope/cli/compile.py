@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan directory to create.")
 @click.option(
     "--dtype",
-    type=click.Choice(["auto", "fp32", "bf16"]),
+    type=click.Choice(["auto", "fp32", "bf16", "int8", "int4"]),
     default="auto",
     show_default=True,
-    help="Packed weights, GEMM inputs and KV cache. auto keeps what the checkpoint holds.",
+    help="Packed weights, GEMM inputs and KV cache. auto keeps what the checkpoint holds. int8 and "
+    "int4 quantise every matrix but the router in groups, and keep the KV cache bf16.",
 )
 @click.option(
     "--load-format",

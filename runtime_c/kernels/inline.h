@@ -10,8 +10,10 @@
 /* Tiles are loops over constants that must become straight code, or accumulators stay in memory. */
 #ifdef __clang__
 #define PDS_UNROLL _Pragma("clang loop unroll(full)")
+#define PDS_UNROLL_4 _Pragma("clang loop unroll_count(4)")
 #else
 #define PDS_UNROLL _Pragma("GCC unroll 16")
+#define PDS_UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
 PDS_INLINE int32_t pds_load_word(const void *p) {

@@ -4,7 +4,7 @@
  *
  * Names: "act" is the dtype of GEMM inputs and of the KV cache: fp32, or bf16 as uint16_t bits.
  * Packed panels are those of plan_desc.h: 16 output columns, 64-byte rows, one 32-bit word a
- * column: a bf16 pair (k, k+1) or one fp32 k.
+ * column: a bf16 pair (k, k+1), one fp32 k, four int8 or eight int4 k.
  *
  * Numbers, the same on every path up to the rounding of each operation:
  *   - a GEMM output is one chain of multiply-adds over k in ascending order, whatever the number
@@ -14,7 +14,11 @@
  *   - fp32 to bf16 rounds to nearest even; NaN stays a (quiet) NaN, overflow becomes Inf;
  *   - NaN and Inf propagate as in the formulas: silu(-Inf) = NaN, silu(Inf) = Inf, softmax over
  *     a row holding NaN or +Inf is NaN. avx512bf16 and amx alone treat denormal bf16 inputs and
- *     denormal sums in GEMMs as zero (vdpbf16ps, tdpbf16ps). */
+ *     denormal sums in GEMMs as zero (vdpbf16ps, tdpbf16ps);
+ *   - GEMMs on int8 and int4 weights read rows of int8 with one scale a group of k (quantise): a
+ *     group's products are summed exactly, and each group is one fused multiply-add
+ *     sum = fma(group sum, weight scale * row scale, sum): the same bits on every path. A group
+ *     of x that holds NaN or Inf makes its row NaN. */
 #ifndef PDS_KERNELS_H
 #define PDS_KERNELS_H
 
@@ -22,9 +26,14 @@
 #include <stdint.h>
 
 enum {
-  PDS_LANES = 16, /* output columns of a panel */
-  PDS_KEYS = 64,  /* tokens of a KV block */
+  PDS_LANES = 16,    /* output columns of a panel */
+  PDS_KEYS = 64,     /* tokens of a KV block */
+  PDS_I8_GROUP = 64, /* k that share a scale, of int8 weights and of their GEMM inputs */
+  PDS_I4_GROUP = 32, /* of int4 weights */
 };
+
+/* quantise: a group whose largest value is below this becomes zero. */
+#define PDS_QUANT_TINY 1e-30f
 
 typedef enum pds_gemm_out {
   PDS_OUT_F32 = 0, /* y = x W^T (+ bias), fp32 */
@@ -72,9 +81,24 @@ typedef struct pds_act_kernels {
                        void *values);
 } pds_act_kernels;
 
+/* The kernels of one integer weight format. gemm and swiglu are those of pds_act_kernels with act =
+ * bf16 in y, but x is rows of quantise, x_stride bytes apart, and k a multiple of 64. A panel is
+ * its 64-byte rows (a word of int8: k..k+3; of int4: eight k as q + 8, k..k+3 in the low nibbles,
+ * k+4..k+7 in the high ones), then bf16 scales [k / group][16]. */
+typedef struct pds_int_kernels {
+  void (*gemm)(const pds_gemm *g);
+  void (*swiglu)(const pds_gemm *g);
+  /* A row of n bf16 values, a multiple of 32, zero from there to k: y = int8 [k], the nearest
+   * multiples of the group's scale, max |x| / 127; then fp32 scales [k / group] (NaN where a
+   * value is not finite); then int32 [k / group]: the sum of a group's int8, times -128 (int8
+   * weights) or -8 (int4), which kernels on unsigned weights start from. y is 4-byte aligned. */
+  void (*quantise)(const uint16_t *x, uint32_t n, uint32_t k, void *y);
+} pds_int_kernels;
+
 typedef struct pds_kernels {
   const char *name;
   pds_act_kernels f32, bf16;
+  pds_int_kernels i8, i4;
   /* y = x * rsqrt(mean(x^2) + eps) * w, fp32 */
   void (*rms_norm)(const float *x, const float *w, uint32_t n, float eps, float *y);
   /* x = exp(x - max(x)) / sum, in place */
@@ -91,7 +115,7 @@ typedef struct pds_kernels {
 const pds_kernels *pds_kernels_scalar(void);
 const pds_kernels *pds_kernels_avx2(void);       /* AVX2 FMA F16C */
 const pds_kernels *pds_kernels_avx512(void);     /* AVX-512 F BW DQ VL */
-const pds_kernels *pds_kernels_avx512bf16(void); /* + AVX512-BF16 */
+const pds_kernels *pds_kernels_avx512bf16(void); /* + AVX512-VNNI, AVX512-BF16 */
 const pds_kernels *pds_kernels_amx(void);        /* + AMX-TILE AMX-BF16, permitted */
 
 #endif

@@ -76,6 +76,8 @@ static uint16_t bf16_round(float x) {
 #include "scalar_act.h"
 #undef ACT
 
+#include "scalar_int.h"
+
 static void rms_norm(const float *x, const float *w, uint32_t n, float eps, float *y) {
   float lanes[PDS_LANES] = {0}, sum = 0;
   for (uint32_t i = 0; i < n; i++) lanes[i % PDS_LANES] += x[i] * x[i];
@@ -108,6 +110,8 @@ const pds_kernels *pds_kernels_scalar(void) {
       .name = "scalar",
       .f32 = {f32_gemm, f32_swiglu, f32_convert, f32_softmax_block, f32_key_to_value},
       .bf16 = {bf16_gemm, bf16_swiglu, bf16_convert, bf16_softmax_block, bf16_key_to_value},
+      .i8 = {i8_gemm, i8_swiglu, i8_quantise},
+      .i4 = {i4_gemm, i4_swiglu, i4_quantise},
       .rms_norm = rms_norm,
       .softmax = softmax,
       .sigmoid = sigmoid,

@@ -63,6 +63,7 @@ PDS_INLINE void bf16_store_n(uint16_t *p, v16 v, uint32_t n) {
 #include "gemm.h"
 #endif
 #undef TILE_ACT
+#include "int.h"
 
 /* As bf16_key_to_value, 16 dimensions of 16 tokens at a time. */
 static void bf16_key_to_value_fast(const void *keys, size_t key_stride, uint32_t dims,
@@ -154,6 +155,8 @@ const pds_kernels *CAT(pds_kernels_, PATH)(void) {
       .name = STR(PATH),
       .f32 = {f32_gemm, f32_swiglu, f32_convert, f32_softmax_block, f32_key_to_value},
       .bf16 = {bf16_gemm, bf16_swiglu, bf16_convert, bf16_softmax_block, bf16_key_to_value_fast},
+      .i8 = {i8_gemm, i8_swiglu, i8_quantise},
+      .i4 = {i4_gemm, i4_swiglu, i4_quantise},
       .rms_norm = rms_norm,
       .softmax = softmax,
       .sigmoid = sigmoid,

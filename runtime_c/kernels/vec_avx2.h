@@ -197,4 +197,6 @@ PDS_INLINE void v16_transpose_bf16(const unsigned char *from, unsigned char *to)
 enum { TILE_ROWS = 4 };
 #define TILE_PANELS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
 
+#include "int_avx2.h"
+
 #endif

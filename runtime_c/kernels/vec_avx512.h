@@ -175,4 +175,6 @@ PDS_INLINE void v16_transpose_bf16(const unsigned char *from, unsigned char *to)
 enum { TILE_ROWS = 8 };
 #define TILE_PANELS(rows) ((rows) <= 2 ? 4 : 2)
 
+#include "int_avx512.h"
+
 #endif

@@ -5,6 +5,8 @@
 
 #include <stdbool.h>
 
+#include "panels.h"
+
 typedef struct exec {
   pds_session *session;
   pds_step_ctx *ctx;
@@ -13,13 +15,8 @@ typedef struct exec {
 } exec;
 
 uint64_t pds_tensor_bytes(const pds_tensor *t) {
-  uint64_t panels = ((uint64_t)t->n + 15) / 16, k = ((uint64_t)t->k + 31) / 32 * 32;
-  switch (t->dtype) {
-  case PDS_F32: return panels * k * 16 * 4;
-  case PDS_BF16: return panels * k * 16 * 2;
-  case PDS_VEC_F32: return (uint64_t)t->n * 4;
-  default: return 0;
-  }
+  if (t->dtype == PDS_VEC_F32) return (uint64_t)t->n * 4;
+  return ((uint64_t)t->n + 15) / 16 * pds_panel_bytes(t);
 }
 
 static uint64_t all_bytes(const pds_tensor *t) {

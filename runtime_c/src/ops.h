@@ -3,6 +3,7 @@
 #define PDS_OPS_H
 
 #include "kv_layout.h"
+#include "panels.h"
 #include "step.h"
 
 /* The kernels of the plan's act dtype. */
@@ -28,6 +29,8 @@ struct pds_gemm_job {
   size_t x_step, y_step;                                               /* of select */
   uint32_t rows_each; /* rows of one matrix, about, where `select` says how many; 0: gemm.rows */
   uint32_t gathers;   /* `select` sets x_index */
+  uint32_t x_rows;     /* rows of x in all, where `select` or the indices choose among them */
+  size_t quant_offset; /* where in PDS_BUF_XQ they lie quantised: jobs that run as one differ */
   /* set by pds_run_gemms */
   void (*fn)(const pds_gemm *);
   uint32_t y_bytes, blocks, part_blocks, parts, part_rows, row_parts;
@@ -43,6 +46,8 @@ pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, 
 pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x, size_t x_stride,
                            void *y, size_t y_stride, uint32_t rows);
 
+/* On int8 and int4 weights it first quantises the rows of x into PDS_BUF_XQ, and points x, its
+ * stride and x_step there. */
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job);
 /* Two that do not depend on each other, as one parallel job. */
 void pds_run_gemms_together(pds_step_ctx *ctx, pds_gemm_job *a, pds_gemm_job *b);

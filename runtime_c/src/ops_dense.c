@@ -11,26 +11,48 @@ static uint32_t hidden_stride(const pds_step_ctx *ctx) {
   return pds_ceil(ctx->plan->hidden, 32);
 }
 
-/* Token t is column t of the packed matrix: lane t % 16 of every 64-byte row of panel t / 16. */
+static float widen(uint16_t bf16) {
+  const uint32_t bits = (uint32_t)bf16 << 16;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+/* Element k of a packed column: lane `lane` of the 64-byte rows of its panel. */
+static float element(const pds_tensor *t, const unsigned char *panel, uint32_t lane, uint32_t k) {
+  const unsigned char *word = panel + lane * 4;
+  uint16_t half;
+  float x;
+  switch (t->dtype) {
+  case PDS_F32: memcpy(&x, word + (size_t)k * 64, sizeof x); return x;
+  case PDS_BF16: memcpy(&half, word + (size_t)(k / 2) * 64 + k % 2 * 2, sizeof half); break;
+  default: {
+    const size_t k_pad = pds_k_pad(t), rows = k_pad / (t->dtype == PDS_I8 ? 4 : 8);
+    int q;
+    if (t->dtype == PDS_I8) {
+      q = (int8_t)word[(size_t)(k / 4) * 64 + k % 4];
+    } else {
+      const unsigned char pair = word[(size_t)(k / 8) * 64 + k % 4];
+      q = (k % 8 < 4 ? pair & 15 : pair >> 4) - 8;
+    }
+    memcpy(&half, panel + rows * 64 + (size_t)(k / pds_group(t->dtype)) * 32 + lane * 2,
+           sizeof half);
+    return (float)q * widen(half);
+  }
+  }
+  return widen(half);
+}
+
+/* Token t is column t of the packed matrix. */
 static void embed_row(void *arg, uint32_t row, uint32_t worker) {
   (void)worker;
   pds_step_ctx *ctx = arg;
   const pds_tensor *e = &ctx->plan->embed;
   const uint32_t token = (uint32_t)ctx->token[row], stride = hidden_stride(ctx);
-  const size_t panel = (size_t)pds_ceil(e->k, 32) * PDS_LANES * (e->dtype == PDS_BF16 ? 2 : 4);
-  const unsigned char *lane = (const unsigned char *)pds_weight(ctx, e, 0) +
-                              token / PDS_LANES * panel + token % PDS_LANES * 4;
+  const unsigned char *panel =
+      (const unsigned char *)pds_weight(ctx, e, 0) + token / PDS_LANES * pds_panel_bytes(e);
   float *y = (float *)pds_buf(ctx, PDS_BUF_HID) + (size_t)row * stride;
-  for (uint32_t k = 0; k < e->k; k++) {
-    uint32_t bits;
-    if (e->dtype == PDS_BF16) {
-      memcpy(&bits, lane + (size_t)(k / 2) * 64, sizeof bits);
-      bits = k % 2 ? bits & 0xffff0000u : bits << 16;
-    } else {
-      memcpy(&bits, lane + (size_t)k * 64, sizeof bits);
-    }
-    memcpy(y + k, &bits, sizeof bits);
-  }
+  for (uint32_t k = 0; k < e->k; k++) y[k] = element(e, panel, token % PDS_LANES, k);
   memset(y + e->k, 0, (stride - e->k) * sizeof *y);
 }
 

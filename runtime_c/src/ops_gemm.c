@@ -15,8 +15,16 @@ enum {
   MIN_ITEM_ROWS = 32
 };
 
-static size_t panel_bytes(const pds_tensor *w) {
-  return (size_t)pds_ceil(w->k, 32) * PDS_LANES * (w->dtype == PDS_BF16 ? 2 : 4);
+typedef void (*gemm_fn)(const pds_gemm *);
+
+/* The kernel for the weight's format; all but fp32 read and write bf16 act. */
+static gemm_fn kernel_of(const pds_kernels *k, const pds_tensor *w, int swiglu) {
+  switch (w->dtype) {
+  case PDS_I8: return swiglu ? k->i8.swiglu : k->i8.gemm;
+  case PDS_I4: return swiglu ? k->i4.swiglu : k->i4.gemm;
+  case PDS_BF16: return swiglu ? k->bf16.swiglu : k->bf16.gemm;
+  default: return swiglu ? k->f32.swiglu : k->f32.gemm;
+  }
 }
 
 static pds_gemm_job make(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride,
@@ -26,25 +34,25 @@ static pds_gemm_job make(pds_step_ctx *ctx, const pds_tensor *w, const void *x, 
                .x_stride = x_stride,
                .x_div = 1,
                .w = pds_weight(ctx, w, 0),
-               .panel_stride = panel_bytes(w),
+               .panel_stride = pds_panel_bytes(w),
                .y = y,
                .y_stride = y_stride,
                .rows = rows,
-               .k = pds_ceil(w->k, 32),
+               .k = pds_k_pad(w),
                .l2_bytes = ctx->l2_bytes},
       .w = w,
       .count = 1,
+      .x_rows = rows,
   };
 }
 
 pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride,
                          void *y, size_t y_stride, uint32_t rows, pds_gemm_out out) {
   pds_gemm_job job = make(ctx, w, x, x_stride, y, y_stride, rows);
-  const pds_kernels *k = ctx->kernels;
   job.gemm.cols = w->n;
   job.gemm.out = (uint32_t)out;
-  job.fn = w->dtype == PDS_BF16 ? k->bf16.gemm : k->f32.gemm;
-  job.y_bytes = out == PDS_OUT_ACT && w->dtype == PDS_BF16 ? 2 : 4;
+  job.fn = kernel_of(ctx->kernels, w, 0);
+  job.y_bytes = out == PDS_OUT_ACT && w->dtype != PDS_F32 ? 2 : 4;
   return job;
 }
 
@@ -52,13 +60,12 @@ pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x,
                            void *y, size_t y_stride, uint32_t rows) {
   const pds_tensor *w = &mlp->gate_up;
   pds_gemm_job job = make(ctx, w, x, x_stride, y, y_stride, rows);
-  const pds_kernels *k = ctx->kernels;
   job.gemm.cols = mlp->inter;
   job.gemm.pad = pds_ceil(mlp->inter, 32);
   job.gemm.out = PDS_OUT_ACT;
   job.swiglu = 1;
-  job.fn = w->dtype == PDS_BF16 ? k->bf16.swiglu : k->f32.swiglu;
-  job.y_bytes = w->dtype == PDS_BF16 ? 2 : 4;
+  job.fn = kernel_of(ctx->kernels, w, 1);
+  job.y_bytes = w->dtype != PDS_F32 ? 2 : 4;
   return job;
 }
 
@@ -83,12 +90,46 @@ static void run_item(void *arg, uint32_t item, uint32_t worker) {
   }
   if (job->row_parts > 1) { /* only without indices: see pds_run_gemms */
     const uint32_t row = row_part * job->part_rows;
-    const size_t x_bytes = job->w->dtype == PDS_BF16 ? 2 : 4;
+    const size_t x_bytes = pds_group(job->w->dtype) ? 1 : job->w->dtype == PDS_BF16 ? 2 : 4;
     g.x = (const unsigned char *)g.x + (size_t)row * g.x_stride * x_bytes;
     g.y = (unsigned char *)g.y + (size_t)row * g.y_stride * job->y_bytes;
     g.rows = row_part + 1 < job->row_parts ? job->part_rows : g.rows - row;
   }
   job->fn(&g);
+}
+
+typedef struct quantise_job {
+  const pds_int_kernels *kernels;
+  const uint16_t *x;
+  unsigned char *y;
+  size_t x_stride, y_stride;
+  uint32_t n, k;
+} quantise_job;
+
+static void quantise_row(void *arg, uint32_t row, uint32_t worker) {
+  (void)worker;
+  const quantise_job *job = arg;
+  job->kernels->quantise(job->x + row * job->x_stride, job->n, job->k,
+                         job->y + row * job->y_stride);
+}
+
+/* The job's x becomes rows of int8: once, rather than in each item that reads them. */
+static void quantise_x(pds_step_ctx *ctx, pds_gemm_job *job) {
+  enum { ALONE = 16 * 1024 }; /* elements: less time than workers take to wake */
+  pds_gemm *g = &job->gemm;
+  quantise_job q = {
+      .kernels = job->w->dtype == PDS_I8 ? &ctx->kernels->i8 : &ctx->kernels->i4,
+      .x = g->x,
+      .y = (unsigned char *)pds_buf(ctx, PDS_BUF_XQ) + job->quant_offset,
+      .x_stride = g->x_stride,
+      .y_stride = pds_quant_bytes(job->w),
+      .n = pds_ceil(job->w->k, 32),
+      .k = g->k,
+  };
+  pds_run_rows(ctx, quantise_row, &q, job->x_rows, ALONE / q.k);
+  g->x = q.y;
+  g->x_stride = q.y_stride;
+  job->x_step = q.y_stride;
 }
 
 /* Cuts the job into items; returns their number. */
@@ -121,6 +162,7 @@ static uint32_t cut(pds_step_ctx *ctx, pds_gemm_job *job) {
 }
 
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job) {
+  if (pds_group(job->w->dtype)) quantise_x(ctx, job);
   pds_run_rows(ctx, run_item, job, cut(ctx, job), 1);
 }
 

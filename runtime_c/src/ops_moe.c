@@ -174,8 +174,10 @@ static expert_jobs routed_jobs(pds_step_ctx *ctx, uint32_t layer, const pds_hole
   jobs.gate_up.select = select_gate_up;
   jobs.gate_up.y_step = mid_bytes;
   jobs.gate_up.gathers = 1;
+  jobs.gate_up.x_rows = ctx->rows;
   jobs.down.select = select_down;
   jobs.down.x_step = mid_bytes;
+  jobs.down.x_rows = holes[n_holes - 1].first + holes[n_holes - 1].rows;
   pds_gemm_job *both[] = {&jobs.gate_up, &jobs.down};
   for (int i = 0; i < 2; i++) {
     both[i]->count = n_holes;

@@ -11,12 +11,14 @@ typedef enum pds_dtype {
   PDS_F32 = 1,     /* packed panels, one k per 32-bit word */
   PDS_BF16 = 2,    /* packed panels, word = (k, k+1), even k low */
   PDS_VEC_F32 = 3, /* plain fp32 vector [n] */
+  PDS_I8 = 4,      /* packed panels, word = (k .. k+3); scales bf16 [k_pad / 64][16] behind each panel */
+  PDS_I4 = 5,      /* word = low nibbles (k .. k+3), high nibbles (k+4 .. k+7), each value + 8; scales [k_pad / 32][16] */
 } pds_dtype;
 
 /* A weight in a weight file. Packed: `count` matrices [n, k] one after the other, `stride` bytes
  * apart; each is ceil(n/16) panels of 16 output columns, and a panel is 16 * k_pad elements (k_pad:
- * k rounded up to 32) in rows of 64 bytes, K-contiguous. Zero padded in both directions. See
- * docs/plan-format.md. */
+ * k rounded up to 32; int8, int4: to 64) in rows of 64 bytes, K-contiguous, then the scales, rounded
+ * up to 64 bytes. Zero padded in both directions. See docs/plan-format.md. */
 typedef struct pds_tensor {
   uint8_t dtype; /* pds_dtype */
   uint16_t file; /* index into pds_plan.files */
@@ -105,7 +107,7 @@ typedef struct pds_layer {
 
 /* Scratch buffers of a session: offsets come from compiler/passes/plan_memory.py, which is the one
  * place that knows their sizes. R = max_rows, L = max_logits; "act" is fp32 in fp32 plans and bf16
- * in bf16 plans. */
+ * in all others. */
 typedef enum pds_buffer {
   PDS_BUF_HID = 0, /* fp32 [R, ceil32(hidden)]   residual stream */
   PDS_BUF_XN,      /* fp32 [R, ceil32(hidden)]   normed rows (padding zero) */
@@ -136,6 +138,8 @@ typedef enum pds_buffer {
   PDS_BUF_EXPERT_OUT, /* fp32 [R * top_k, ceil32(hidden)] per (row, rank) */
   PDS_BUF_SHARED_OUT, /* fp32 [R, ceil32(hidden)] */
   PDS_BUF_LOGITS,     /* fp32 [L, vocab] */
+  /* int8 and int4 plans: the rows that a GEMM reads, quantised; row bytes: pds_quant_bytes */
+  PDS_BUF_XQ,
   PDS_BUF_COUNT
 } pds_buffer;
 

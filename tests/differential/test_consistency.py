@@ -23,10 +23,10 @@ CONTEXT = 192
 EDGES = (63, 64, 65, 127, 128, 129, 191, 192)
 
 
-@pytest.fixture(scope="module", params=[*KINDS, "bf16"])
+@pytest.fixture(scope="module", params=[*KINDS, "bf16", "int8", "int4"])
 def engine(request: pytest.FixtureRequest, plans: PlanStore) -> Iterator[Any]:
-    if request.param == "bf16":
-        plan = plans.compile(BUNDLED / "tiny-mixtral", dtype="bf16", max_context=CONTEXT)
+    if request.param in ("bf16", "int8", "int4"):
+        plan = plans.compile(BUNDLED / "tiny-mixtral", dtype=request.param, max_context=CONTEXT)
     else:
         plan = kind_plan(plans, request.param, "fp32", CONTEXT)
     with pdscope.load(plan, threads=2) as engine:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import cc
 from support.operators import Model, Step, ceil, ffi
-from support.packing import bf16_bits, bf16_value
+from support.packing import bf16_bits, bf16_value, dequantised, quantised
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
@@ -28,6 +28,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 PATHS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 ACTS = ("f32", "bf16")
+INTS = ("i8", "i4")  # weights; act is bf16
 SOFTMAX, SIGMOID = 0, 1
 NONE, MAX, TOP2 = 0, 1, 2
 
@@ -41,7 +42,16 @@ def path(request: pytest.FixtureRequest) -> str:
 
 def rounded(x: np.ndarray, act: str) -> np.ndarray:
     x = np.ascontiguousarray(x, np.float32)
-    return bf16_value(bf16_bits(x)) if act == "bf16" else x
+    return x if act == "f32" else bf16_value(bf16_bits(x))
+
+
+def stored(w: np.ndarray, weights: str) -> np.ndarray:
+    """What a plan with these weights holds for W [..., n, k]."""
+    if weights not in INTS:
+        return rounded(w, weights)
+    rows = w.reshape(-1, w.shape[-1])
+    kept = dequantised(*quantised(rows, int(weights[1])))[:, : w.shape[-1]]
+    return kept.reshape(w.shape)
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0, act: str = "f32") -> np.ndarray:
@@ -51,8 +61,9 @@ def normal(seed: int, *shape: int, scale: float = 1.0, act: str = "f32") -> np.n
 def close(
     got: np.ndarray, want: np.ndarray, act: str, f32: float = 1e-5, bf16: float = 1e-2
 ) -> None:
+    """int8 and int4 weights are exact in `want`; their inputs are rounded to int8 in groups."""
     error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-30)
-    assert error <= (f32 if act == "f32" else bf16), error
+    assert error <= {"f32": f32, "bf16": bf16}.get(act, 2.5 * bf16), error
 
 
 # --- gate -----------------------------------------------------------------------------------
@@ -197,7 +208,7 @@ def moe_model(
         ]
         s.append(normal(16, hidden, shared, scale=0.1, act=act))
         model.mlp(layer.shared, *s)
-    return model, (w, s)
+    return model, ([stored(m, act) for m in w], [stored(m, act) for m in s])
 
 
 def mlp64(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
@@ -232,7 +243,7 @@ def routes(
     return ids, rng.random((rows, top_k)).astype(np.float32)
 
 
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", (*ACTS, *INTS))
 @pytest.mark.parametrize(
     ("experts", "top_k", "hidden", "inter", "shared"),
     [
@@ -262,7 +273,7 @@ def test_experts_equal_numpy(
         close(got - 1, want - 1, act)
 
 
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", (*ACTS, *INTS))
 def test_rows_per_expert(act: str, path: str) -> None:
     """Expert e gets exactly counts[e] rows; each row's other choice goes to one more expert."""
     counts = [0, 1, 2, 3, 7, 8, 9, 0, 16, 17, 33]
@@ -302,7 +313,7 @@ def test_recompile_is_a_stable_sort() -> None:
     assert end == 512
 
 
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", (*ACTS, *INTS))
 def test_bits_do_not_depend_on_threads_order_or_company(act: str, path: str) -> None:
     """Expert outputs of a row are the same bits alone, in a batch, on any number of workers."""
     hidden = 72
@@ -334,7 +345,7 @@ def test_a_row_with_nan_does_not_touch_other_rows(path: str) -> None:
 # --- the dense operators --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", (*ACTS, *INTS))
 @pytest.mark.parametrize("hidden", [16, 33, 64, 100])
 def test_embed_norm_mlp_and_lm_head(hidden: int, act: str, path: str) -> None:
     vocab, inter = 71, 50
@@ -342,6 +353,7 @@ def test_embed_norm_mlp_and_lm_head(hidden: int, act: str, path: str) -> None:
     p, layer = model.plan, model.layers[0]
     table = normal(1, vocab, hidden, act=act)
     model.matrix(p.embed, table)
+    table = stored(table, act)
     p.lm_head = p.embed  # tied
     norms = [1 + normal(s, hidden, scale=0.2) for s in (2, 3, 4)]
     for field, w in zip((layer.attn_norm, layer.mlp_norm, p.final_norm), norms, strict=True):
@@ -350,6 +362,7 @@ def test_embed_norm_mlp_and_lm_head(hidden: int, act: str, path: str) -> None:
     weights = [normal(5, inter, hidden, act=act), normal(6, inter, hidden, act=act)]
     weights.append(normal(7, hidden, inter, scale=0.1, act=act))
     model.mlp(layer.dense, *weights)
+    weights = [stored(w, act) for w in weights]
     step = Step(model, path, threads=2)
     stride = ceil(hidden, 32)
     for rows in (1, 2, 3, 40):
@@ -358,7 +371,7 @@ def test_embed_norm_mlp_and_lm_head(hidden: int, act: str, path: str) -> None:
         step.batch(list(range(rows)), token=tokens, logit_row=wanted)
         step.call("embed")
         hid = step.rows("HID", stride)
-        assert (hid[:, :hidden] == table[tokens]).all() and (hid[:, hidden:] == 0).all()
+        assert (hid[:, :hidden] == np.float32(table[tokens])).all() and (hid[:, hidden:] == 0).all()
         x = hid[:, :hidden].astype(np.float64)
 
         def normed(x: np.ndarray, site: int) -> np.ndarray:

@@ -12,11 +12,19 @@ import cffi
 import numpy as np
 from support import cc
 from support.c_headers import declarations
-from support.packing import act_array, aligned, from_act, pack
+from support.packing import (
+    act_array,
+    aligned,
+    from_act,
+    pack,
+    pack_int,
+    pack_int_pair,
+    quantised,
+)
 
 from pdscope.runtime_c import ROOT
 
-DTYPES = {"f32": 1, "bf16": 2}
+DTYPES = {"f32": 1, "bf16": 2, "i8": 4, "i4": 5}
 GUARD = 256
 
 ffi = cffi.FFI()
@@ -39,13 +47,27 @@ def ceil(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
+def packed(w: np.ndarray, weights: str, interleave: bool = False) -> np.ndarray:
+    """Panels of W [n, k], or of gate and up [2, n, k], flat."""
+    if weights not in ("i8", "i4"):
+        return pack(w, weights, interleave=interleave)
+    bits = int(weights[1])
+    if interleave:
+        return pack_int_pair(w, bits)[0]
+    return pack_int(*quantised(w, bits), bits).reshape(-1)
+
+
 class Model:
-    """Weights and plan of a model without programs; fill `plan` and `layers`, then make a Step."""
+    """Weights and plan of a model without programs; fill `plan` and `layers`, then make a Step.
+
+    weights: f32, bf16, or i8 and i4 with bf16 act.
+    """
 
     def __init__(
-        self, act: str, hidden: int, vocab: int = 64, layers: int = 1, **plan: int
+        self, weights: str, hidden: int, vocab: int = 64, layers: int = 1, **plan: int
     ) -> None:
-        self.act = act
+        self.weights = weights
+        self.act = act = "f32" if weights == "f32" else "bf16"
         self.plan = ffi.new("pds_plan *")
         self.layers = ffi.new("pds_layer[]", layers)
         self.keep: list[Any] = []
@@ -69,9 +91,9 @@ class Model:
 
     def matrix(self, field: Any, w: np.ndarray, act: str | None = None) -> None:
         """Sets a pds_tensor to the packed W [n, k], or to count matrices [count, n, k]."""
-        act = act or self.act
+        act = act or self.weights
         many = w if w.ndim == 3 else w[None]
-        blobs = [pack(m, act) for m in many]
+        blobs = [packed(m, act) for m in many]
         field.dtype, field.file = DTYPES[act], self._file(aligned(np.concatenate(blobs)))
         field.n, field.k, field.count = many.shape[1], many.shape[2], len(many)
         field.stride = blobs[0].nbytes if len(many) > 1 else 0
@@ -92,7 +114,8 @@ class Model:
         gates, ups, downs = (gate, up, down) if many else (gate[None], up[None], down[None])
         blobs = []
         for g, u, d in zip(gates, ups, downs, strict=True):
-            first, second = pack(np.stack([g, u]), self.act, interleave=True), pack(d, self.act)
+            first = packed(np.stack([g, u]), self.weights, interleave=True)
+            second = packed(d, self.weights)
             blob = np.concatenate([first, second])
             blobs.append(
                 np.append(blob, np.zeros(-blob.nbytes % 4096 // blob.itemsize, blob.dtype))
@@ -101,14 +124,14 @@ class Model:
         field.inter = gates.shape[1]
         t = field.gate_up
         t.dtype, t.file, t.n, t.k = (
-            DTYPES[self.act],
+            DTYPES[self.weights],
             file,
             2 * ceil(field.inter, 16),
             gates.shape[2],
         )
         t.count, t.stride = len(gates), blobs[0].nbytes if many else 0
         t = field.down
-        t.dtype, t.file, t.n, t.k = DTYPES[self.act], file, downs.shape[1], field.inter
+        t.dtype, t.file, t.n, t.k = DTYPES[self.weights], file, downs.shape[1], field.inter
         t.count, t.stride, t.offset = len(gates), blobs[0].nbytes if many else 0, first.nbytes
 
     def rope(
@@ -174,7 +197,26 @@ def buffer_sizes(m: Model) -> dict[str, int]:
         "EXPERT_OUT": 4 * r * top_k * hidden,
         "SHARED_OUT": 4 * r * hidden,
         "LOGITS": 4 * p.max_logits * p.vocab,
+        "XQ": r * most([quant_bytes(m, p.hidden), *(widest_input(m, x) for x in layers)]),
     }
+
+
+def quant_bytes(m: Model, k: int) -> int:
+    """A row of int8 with a scale and a sum a group."""
+    group = {"i8": 64, "i4": 32}.get(m.weights)
+    return ceil(ceil(k, 64) + 8 * (ceil(k, 64) // group), 64) if group else 0
+
+
+def widest_input(m: Model, layer: Any) -> int:
+    """Of the layer's GEMMs, a row of the step; routed and shared experts side by side."""
+    a = layer.attn
+    routed = layer.gate.top_k * quant_bytes(m, layer.experts.inter)
+    return max(
+        quant_bytes(m, a.q_lora),
+        quant_bytes(m, a.heads * a.v_dim),
+        quant_bytes(m, layer.dense.inter),
+        routed + quant_bytes(m, layer.shared.inter),
+    )
 
 
 def kv_bytes(m: Model) -> int:

@@ -95,7 +95,7 @@ def check(plan: Path, counter: Path, threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
 def test_demo_model(plans: PlanStore, counter: Path, dtype: str, threads: int) -> None:
     check(plans.compile(BUNDLED / "tiny-mixtral", dtype=dtype), counter, threads)
 

@@ -90,7 +90,7 @@ def _broken() -> list[tuple[str, Callable[[dict[str, Any]], object]]]:
         ("model: key 'experts' is missing", lambda d: d["model"].pop("experts")),
         ("unknown key 'extra'", lambda d: d.update(extra=1)),
         ("model: unknown key 'extra'", lambda d: d["model"].update(extra=1)),
-        ("dtype: expected one of", lambda d: d.update(dtype="int8")),
+        ("dtype: expected one of", lambda d: d.update(dtype="int2")),
         ("max_rows: expected at least 1, found 0", lambda d: d.update(max_rows=0)),
         ("max_rows: expected integer, found true", lambda d: d.update(max_rows=True)),
         ("max_rows: expected integer, found 1.5", lambda d: d.update(max_rows=1.5)),
