@@ -2,7 +2,7 @@
 
 A decode step reads every weight it uses once, so it cannot be faster than memory. The model has
 four layers of Qwen3-30B-A3B's dimensions with dummy weights (6 GB on disk as a plan). Prints the
-bytes a token reads, the read rates of decode and of read_ceiling.c, and their ratio.
+bytes a token reads, the read rates of decode and of ceilings.c, and their ratio.
 
     python benchmarks/decode_ceiling.py [--plan DIR] [--threads N] [--rounds R] [--json]
 """
@@ -65,8 +65,8 @@ def bytes_per_token() -> int:
 
 
 def build_ceiling(folder: Path) -> Path:
-    source = Path(__file__).with_name("read_ceiling.c")
-    program = folder / "read_ceiling"
+    source = Path(__file__).with_name("ceilings.c")
+    program = folder / "ceilings"
     command = [*find_compiler().command, "-O3", "-pthread", "-o", program, source]
     subprocess.run(command, check=True)
     return program
@@ -74,7 +74,7 @@ def build_ceiling(folder: Path) -> Path:
 
 def read_ceiling(program: Path, threads: int) -> float:
     """GB/s."""
-    done = subprocess.run([program, str(threads), "1"], check=True, capture_output=True, text=True)
+    done = subprocess.run([program, "read", str(threads), "1"], check=True, capture_output=True, text=True)
     return float(done.stdout)
 
 

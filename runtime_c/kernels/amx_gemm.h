@@ -47,6 +47,7 @@ PDS_INLINE void amx_configure(uint32_t rows) {
     config.row_bytes[i] = 64;
     config.rows[i] = i < 6 ? (uint8_t)rows : 16;
   }
+  __asm__ volatile("" ::"m"(config)); /* gcc takes the next to read 8 bytes of it */
   _tile_loadconfig(&config);
 }
 
