@@ -48,6 +48,9 @@ pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x,
  * stride and x_step there. */
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job);
 
+/* Bytes of PDS_BUF_XQ that the plan's GEMMs need at least. */
+size_t pds_quant_need(const pds_plan *plan);
+
 /* Runs fn over `items` in the caller if there are few, else as a parallel job. */
 void pds_run_rows(pds_step_ctx *ctx, pds_job_fn fn, void *arg, uint32_t items, uint32_t few);
 
