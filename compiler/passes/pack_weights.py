@@ -161,8 +161,8 @@ def _quantised(m: Array, t: Tensor) -> Array:
     """Panels of float32 [n, k] as int8 or int4, each with its scales behind it."""
     q, scale = quantise(m, t.form)
     if t.form is Form.PACKED_INT4:
-        pairs = (q + 8).view(np.uint8).reshape(len(q), -1, 2, 4)  # k..k+3, k+4..k+7 of a word
-        q = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(len(q), -1)
+        fours = (q + 8).view(np.uint32)  # of k..k+3 and of k+4..k+7 in turn; each byte below 16
+        q = fours[:, 0::2] | fours[:, 1::2] << 4
     panels = len(m) // PANEL
     out = np.zeros((panels, t.form.panel_bytes(t.k)), np.uint8)
     words = _words(q).reshape(panels, -1).view(np.uint8)

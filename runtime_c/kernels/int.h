@@ -101,22 +101,30 @@ typedef void (*int_tile_fn)(const unsigned char *const *x, const unsigned char *
                                                uint32_t k, size_t jump, float *acc) {              \
     int_tile(x, w, panel_stride, k, jump, acc, bits, rows, panels);                                \
   }
-#define TILES(bits)                                                                                \
-  TILE(bits, 1, 1)                                                                                 \
-  TILE(bits, 1, 2) TILE(bits, 2, 1) TILE(bits, 2, 2) TILE(bits, 3, 1) TILE(bits, 4, 1)
-TILES(8)
-TILES(4)
-#undef TILES
+#define TILES(rows, panels)                                                                        \
+  TILE(8, rows, panels)                                                                            \
+  TILE(4, rows, panels)
+TILES(1, 1)
+TILES(1, 2)
+TILES(2, 1)
+TILES(2, 2)
+TILES(3, 1)
+TILES(4, 1)
 #if TILE_MANY
-#define TILES(bits)                                                                                \
-  TILE(bits, 1, 4)                                                                                 \
-  TILE(bits, 2, 4) TILE(bits, 3, 2) TILE(bits, 4, 2) TILE(bits, 5, 1) TILE(bits, 5, 2)             \
-      TILE(bits, 6, 1) TILE(bits, 6, 2) TILE(bits, 7, 1) TILE(bits, 7, 2) TILE(bits, 8, 1)         \
-          TILE(bits, 8, 2)
-TILES(8)
-TILES(4)
-#undef TILES
+TILES(1, 4)
+TILES(2, 4)
+TILES(3, 2)
+TILES(4, 2)
+TILES(5, 1)
+TILES(5, 2)
+TILES(6, 1)
+TILES(6, 2)
+TILES(7, 1)
+TILES(7, 2)
+TILES(8, 1)
+TILES(8, 2)
 #endif
+#undef TILES
 #undef TILE
 
 /* [bits == 4][rows - 1][log2(panels)] */

@@ -52,6 +52,9 @@ void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job);
 /* Two that do not depend on each other, as one parallel job. */
 void pds_run_gemms_together(pds_step_ctx *ctx, pds_gemm_job *a, pds_gemm_job *b);
 
+/* Bytes of PDS_BUF_XQ that the plan's GEMMs need at least. */
+size_t pds_quant_need(const pds_plan *plan);
+
 /* Runs fn over `items` in the caller if there are few, else as a parallel job. */
 void pds_run_rows(pds_step_ctx *ctx, pds_job_fn fn, void *arg, uint32_t items, uint32_t few);
 

@@ -42,6 +42,11 @@ pds_status pds_ops_check(const pds_plan *plan) {
   if (plan->kv_block_bytes != block)
     return pds_fail(PDS_ERR_PLAN_FORMAT, "plan constants: a KV block of %llu bytes, expected %llu",
                     (unsigned long long)plan->kv_block_bytes, (unsigned long long)block);
+  if (plan->buffer_bytes[PDS_BUF_XQ] < pds_quant_need(plan))
+    return pds_fail(PDS_ERR_PLAN_FORMAT,
+                    "plan constants: %llu bytes for quantised rows, the operators need %llu",
+                    (unsigned long long)plan->buffer_bytes[PDS_BUF_XQ],
+                    (unsigned long long)pds_quant_need(plan));
   for (uint32_t i = 0; i < plan->n_layers; i++) {
     const pds_layer *layer = &plan->layers[i];
     const size_t need = pds_attention_scratch_bytes(plan, &layer->attn);

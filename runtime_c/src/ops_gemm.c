@@ -132,6 +132,31 @@ static void quantise_x(pds_step_ctx *ctx, pds_gemm_job *job) {
   job->x_step = q.y_stride;
 }
 
+static size_t quant_rows(const pds_tensor *w, size_t rows) {
+  return pds_group(w->dtype) ? rows * pds_quant_bytes(w) : 0;
+}
+
+size_t pds_quant_need(const pds_plan *plan) {
+  const size_t rows = plan->max_rows;
+  size_t most = quant_rows(&plan->lm_head, rows);
+  for (uint32_t i = 0; i < plan->n_layers; i++) {
+    const pds_layer *l = &plan->layers[i];
+    const size_t each[] = {
+        quant_rows(&l->attn.in_proj, rows),
+        quant_rows(&l->attn.q_b, rows),
+        quant_rows(&l->attn.o_proj, rows),
+        quant_rows(&l->dense.gate_up, rows),
+        quant_rows(&l->dense.down, rows),
+        quant_rows(&l->shared.gate_up, rows),
+        quant_rows(&l->shared.down, rows),
+        quant_rows(&l->experts.gate_up, rows),
+        quant_rows(&l->experts.down, rows * l->gate.top_k),
+    };
+    for (size_t j = 0; j < sizeof each / sizeof *each; j++) most = each[j] > most ? each[j] : most;
+  }
+  return most;
+}
+
 /* Cuts the job into items; returns their number. */
 static uint32_t cut(pds_step_ctx *ctx, pds_gemm_job *job) {
   const uint32_t wanted = ITEMS_PER_WORKER * pds_pool_threads(ctx->pool);

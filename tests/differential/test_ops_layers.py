@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import cc
-from support.operators import Model, Step, ceil, ffi
+from support.operators import Model, Step, ceil, ffi, quant_bytes
 from support.packing import bf16_bits, bf16_value, dequantised, quantised
 from transformers import (
     DeepseekV2Config,
@@ -329,6 +329,17 @@ def test_bits_do_not_depend_on_threads_order_or_company(act: str, path: str) -> 
     for r in (0, 41, 89):
         alone = run_moe(step, x[r : r + 1], ids[r : r + 1], weights[r : r + 1], hidden, True)
         assert (alone[0] == outputs[0][r]).all()
+
+
+@pytest.mark.parametrize("weights", INTS)
+def test_too_little_room_for_quantised_rows_is_refused_at_load(weights: str) -> None:
+    model, _ = moe_model(weights, 4, 3, 64, 200)
+    step = Step(model, "scalar")
+    plan, at = model.plan, step.lib.PDS_BUF_XQ
+    need = step.lib.pds_quant_need(plan)
+    assert need == plan.max_rows * 3 * quant_bytes(model, 200) == plan.buffer_bytes[at]
+    plan.buffer_bytes[at] = need - 1
+    assert step.lib.pds_ops_check(plan) != 0
 
 
 def test_a_row_with_nan_does_not_touch_other_rows(path: str) -> None:

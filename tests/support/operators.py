@@ -32,6 +32,7 @@ ffi.cdef(
     "typedef int32_t pds_status;"
     "typedef struct pds_pool { uint32_t threads, backwards; } pds_pool;"
     + declarations("kernels/kernels.h", "src/plan_desc.h", "src/step.h")
+    + "size_t pds_quant_need(const pds_plan *plan);"
 )
 
 
