@@ -1,4 +1,4 @@
-/* cpu.h: what this CPU and operating system can run, and how many cores this process may use.
+/* cpu.h: what this CPU and operating system can run.
  * Feature names are those of Linux's /proc/cpuinfo and of archspec: avx2 fma f16c avx512f
  * avx512_bf16 ... */
 #ifndef PDS_CPU_H
@@ -18,9 +18,6 @@ bool pds_cpu_has(const char *name, size_t length);
 
 /* First of the space-separated `features` that is absent, or NULL; *out_length is its length. */
 const char *pds_cpu_missing(const char *features, size_t *out_length);
-
-/* Cores this process may use: the affinity mask, cut to the cgroup's CPU quota; at least 1. */
-uint32_t pds_cpu_usable_cores(void);
 
 /* Results must not depend on the caller's flush-to-zero and rounding modes: the step and every
  * worker run under the default ones. Returns what pds_fp_restore() takes back. */
