@@ -74,7 +74,9 @@ def build_ceiling(folder: Path) -> Path:
 
 def read_ceiling(program: Path, threads: int) -> float:
     """GB/s."""
-    done = subprocess.run([program, "read", str(threads), "1"], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [program, "read", str(threads), "1"], check=True, capture_output=True, text=True
+    )
     return float(done.stdout)
 
 

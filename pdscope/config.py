@@ -27,8 +27,18 @@ def forced_isa() -> str | None:
 
 
 def threads() -> int:
-    """PDSCOPE_THREADS: workers of an engine; 0 or unset: one per usable core."""
+    """PDSCOPE_THREADS: workers of an engine; 0 or unset: one per usable physical core."""
     return _count("PDSCOPE_THREADS")
+
+
+def pin() -> str | None:
+    """PDSCOPE_PIN: auto, on or off: whether each worker of an engine stays on one core."""
+    return _choice("PDSCOPE_PIN", ("auto", "on", "off"))
+
+
+def weights() -> str | None:
+    """PDSCOPE_WEIGHTS: auto, mmap or copy: how an engine holds its weight files in memory."""
+    return _choice("PDSCOPE_WEIGHTS", ("auto", "mmap", "copy"))
 
 
 def dump_dir() -> Path | None:
@@ -41,6 +51,13 @@ def debug_level() -> int:
     """PDSCOPE_DEBUG: 1 summary, 2 timings, 3 decisions and costs, 4 generated C, 5 IR per pass, 6
     instruction trace."""
     return _count("PDSCOPE_DEBUG")
+
+
+def _choice(name: str, known: tuple[str, ...]) -> str | None:
+    value = os.environ.get(name) or None
+    if value is not None and value not in known:
+        raise InputError(f"{name}: expected {', '.join(known)}, got '{value}'; correct or unset it")
+    return value
 
 
 def _count(name: str) -> int:

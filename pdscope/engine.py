@@ -18,20 +18,34 @@ from numpy.typing import ArrayLike, NDArray
 from pdscope import config
 from pdscope.errors import InputError, PdscopeError, PlanError
 from pdscope.generation import Completion, Stream
-from pdscope.native import EngineHandle, ffi
+from pdscope.native import PIN, WEIGHTS, EngineHandle, ffi
 from pdscope.plan import Plan
 from pdscope.session import Messages, Prompt, Session, SessionStats
 from pdscope.tokens import Tokenizer
 
 
 def load(
-    plan: str | Path | Plan, *, threads: int = 0, isa: str | None = None, verify: bool = False
+    plan: str | Path | Plan,
+    *,
+    threads: int = 0,
+    isa: str | None = None,
+    pin: str | None = None,
+    weights: str | None = None,
+    verify: bool = False,
 ) -> "Engine":
     """Loads a plan directory for running.
 
-    threads: workers, the caller included; 0: PDSCOPE_THREADS, else one per usable core.
+    threads: workers, the caller included; 0: PDSCOPE_THREADS, else one per usable physical core,
+    within the cgroup's quota.
     isa: kernel path to force (scalar, avx2, ...); None: PDSCOPE_ISA, else the best that the CPU
-    has. verify: check every file's SHA-256 first.
+    has.
+    pin: "on": each worker stays on one core, and so does the calling thread, during steps alone;
+    "off": the scheduler's choice; "auto" (None: PDSCOPE_PIN, else auto): on where the process has
+    the whole machine, a thread for each physical core, and SMT siblings or several NUMA nodes.
+    weights: "copy": read at load to huge pages, interleaved over the NUMA nodes in use; "mmap":
+    the page cache, read as used and shared between processes; "auto" (None: PDSCOPE_WEIGHTS, else
+    auto): copy where the memory is there with room to spare. Same results either way.
+    verify: check every file's SHA-256 first.
     Raises PlanError (missing, cut short, edited, other version) or TargetError (this CPU cannot run
     it).
     """
@@ -39,7 +53,7 @@ def load(
         plan = Plan.open(plan, verify=verify)
     elif verify:
         plan = Plan.open(plan.path, verify=True)
-    return Engine(plan, threads=threads, isa=isa)
+    return Engine(plan, threads=threads, isa=isa, pin=pin, weights=weights)
 
 
 @dataclass(frozen=True)
@@ -54,10 +68,34 @@ class EngineInfo:
     threads: int
     kv_block: int  # tokens in one KV block
     kv_block_bytes: int
-    weight_bytes: int  # mapped weight files
-    engine_bytes: int  # anonymous memory of the engine
+    weight_bytes: int  # of the weight files
+    engine_bytes: int  # anonymous memory of the engine, weights apart
+    cores: int  # physical cores that the process may use
+    numa_nodes: int  # that these cores belong to
+    weights: str  # mmap or copy: what was done
+    weights_why: str  # what decided so
+    weights_nodes: int  # NUMA nodes that the copy is interleaved over; 0: no policy of ours
+    weights_copy_bytes: int  # anonymous memory of the copy; 0 when mapped
+    weights_huge_bytes: int  # of it in huge pages, when it was loaded
+    cpus: tuple[int, ...]  # for each worker the first CPU of the core it is pinned to; (): free
+    cpus_why: str  # what decided so
     isa: str  # kernel path in use
     plan_hash: str
+
+    def placement(self) -> dict[str, Any]:
+        """What --json says of where threads and weights are."""
+        return {
+            "threads": self.threads,
+            "cores": self.cores,
+            "numa_nodes": self.numa_nodes,
+            "pinned_cpus": list(self.cpus),
+            "pinned_why": self.cpus_why,
+            "weights": self.weights,
+            "weights_why": self.weights_why,
+            "weights_nodes": self.weights_nodes,
+            "weights_copy_bytes": self.weights_copy_bytes,
+            "weights_huge_bytes": self.weights_huge_bytes,
+        }
 
 
 class Engine:
@@ -68,7 +106,15 @@ class Engine:
     os.fork() the child must load the plan again.
     """
 
-    def __init__(self, plan: Plan, *, threads: int = 0, isa: str | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        threads: int = 0,
+        isa: str | None = None,
+        pin: str | None = None,
+        weights: str | None = None,
+    ) -> None:
         if not 0 <= threads <= 1024:
             raise InputError(f"threads is {threads}, expected 0 (one per core) to 1024")
         plan.check_machine()
@@ -77,7 +123,11 @@ class Engine:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._main: Session | None = None
         self._handle: EngineHandle | None = EngineHandle(
-            plan, threads or config.threads(), isa or config.forced_isa()
+            plan,
+            threads or config.threads(),
+            isa or config.forced_isa(),
+            _choice("pin", pin or config.pin(), PIN),
+            _choice("weights", weights or config.weights(), WEIGHTS),
         )
         self.info = _info(self._handle)
         _check_same(plan, self.info)
@@ -215,13 +265,23 @@ class Engine:
         self.close()
 
 
+def _choice(option: str, value: str | None, known: tuple[str, ...]) -> str:
+    if value is None:
+        return "auto"
+    if value not in known:
+        raise InputError(f"{option} is {value!r}, expected {', '.join(known)}")
+    return value
+
+
 def _info(handle: EngineHandle) -> EngineInfo:
     library = handle.library
     out = ffi().new("pds_engine_info *")
     library.check(library.lib.pds_engine_get_info(handle.pointer, out))
     values = {name: getattr(out, name) for name in EngineInfo.__dataclass_fields__}
-    for name in ("isa", "plan_hash"):
+    for name in ("isa", "plan_hash", "weights_why", "cpus", "cpus_why"):
         values[name] = library.text(values[name])
+    values["cpus"] = tuple(int(cpu) for cpu in values["cpus"].split(",") if cpu)
+    values["weights"] = WEIGHTS[values["weights"]]
     return EngineInfo(**values)
 
 

@@ -30,6 +30,10 @@ from pdscope.plan import Plan
 
 PDS_ERR_CANCELLED = 400
 
+# Names of PDS_PIN_* and PDS_WEIGHTS_* of pdscope.h, by value.
+PIN = ("auto", "on", "off")
+WEIGHTS = ("auto", "mmap", "copy")
+
 # By cause; see the enum in pdscope.h. A code that is not here is a plain PdscopeError.
 _ERRORS: dict[int, type[PdscopeError]] = {
     100: InputError,
@@ -155,14 +159,21 @@ class _Shared:
 class EngineHandle:
     """Owns a pds_engine."""
 
-    def __init__(self, plan: Plan, threads: int, isa: str | None) -> None:
+    def __init__(self, plan: Plan, threads: int, isa: str | None, pin: str, weights: str) -> None:
         self.library = Library(plan.library)
         self.pid = os.getpid()
         c = ffi()
         directory = c.new("char[]", os.fsencode(plan.path.resolve()))
         name = c.new("char[]", isa.encode()) if isa else c.NULL
         options = c.new(
-            "pds_engine_options *", {"plan_dir": directory, "isa": name, "threads": threads}
+            "pds_engine_options *",
+            {
+                "plan_dir": directory,
+                "isa": name,
+                "threads": threads,
+                "pin": PIN.index(pin),
+                "weights": WEIGHTS.index(weights),
+            },
         )
         out = c.new("pds_engine **")
         self.library.check(self.library.lib.pds_engine_create(options, out))

@@ -30,6 +30,8 @@ SESSION_HEADER = 8192
 POOL_BYTES = 1024
 WORKER_BYTES = 256
 STACK_BYTES = 1114112
+HUGE = 2 << 20
+FILE_GRAIN = 4096
 
 BATCH_ROWS = 16  # steps of at most this many rows split attention over the context
 KV_SPLIT = 512  # context tokens of one split
@@ -88,6 +90,11 @@ class MemoryPlan:
     def weight_bytes(self) -> int:
         return sum(size for _, size in self.weight_files)
 
+    @property
+    def weight_copy_bytes(self) -> int:
+        """One mapping, where weights are copied rather than mapped (pds_layout_weights)."""
+        return ceil_to(sum(ceil_to(size, FILE_GRAIN) for _, size in self.weight_files), HUGE)
+
     def summary(self) -> dict[str, int]:
         """The `memory` entry of plan.json."""
         return {
@@ -104,6 +111,14 @@ class MemoryPlan:
         return {
             "weights": [{"file": path, "bytes": size} for path, size in self.weight_files],
             "weight_bytes": self.weight_bytes,
+            "weight_mappings": {
+                "mmap": {
+                    "kind": "file",
+                    "count": len(self.weight_files),
+                    "bytes": self.weight_bytes,
+                },
+                "copy": {"kind": "anonymous", "count": 1, "bytes": self.weight_copy_bytes},
+            },
             "engine": {
                 "header_bytes": ENGINE_HEADER + POOL_BYTES,
                 "program_bytes": self.program_bytes,

@@ -61,6 +61,39 @@ def command(name: str) -> Callable[[Callable[..., Any]], Command]:
     )
 
 
+def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say what of the machine an engine uses: threads, isa, pin, weights."""
+    for option in reversed(
+        (
+            click.option(
+                "-t",
+                "--threads",
+                type=click.IntRange(0, 1024),
+                default=0,
+                help="Worker threads. 0: PDSCOPE_THREADS, else one per usable physical core.",
+            ),
+            click.option(
+                "--isa",
+                help="Force a kernel path: scalar, avx2, ... Default: PDSCOPE_ISA, or the best.",
+            ),
+            click.option(
+                "--pin",
+                type=click.Choice(("auto", "on", "off")),
+                help="Whether each worker stays on one core. Default: PDSCOPE_PIN, or auto: with "
+                "all physical cores of a machine that has SMT siblings or NUMA nodes.",
+            ),
+            click.option(
+                "--weights",
+                type=click.Choice(("auto", "mmap", "copy")),
+                help="copy: read to huge pages at load. mmap: the page cache. Default: "
+                "PDSCOPE_WEIGHTS, or auto: copy if the memory is there with room to spare.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
 def fail(message: str) -> NoReturn:
     """One line on standard error, status 1."""
     click.echo(f"error: {' '.join(message.split())}", err=True)

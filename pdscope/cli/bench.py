@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdscope.cli._common import command
+from pdscope.cli._common import command, machine_options
 from pdscope.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -79,16 +79,6 @@ class Result:
 )
 @click.option("--no-warmup", is_flag=True, help="Leave out the unmeasured run before each test.")
 @click.option(
-    "-t",
-    "--threads",
-    type=click.IntRange(0, 1024),
-    default=0,
-    help="Worker threads. 0: PDSCOPE_THREADS, else one per usable core.",
-)
-@click.option(
-    "--isa", help="Force a kernel path: scalar, avx2, ... Default: PDSCOPE_ISA, or the best."
-)
-@click.option(
     "--perplexity",
     "text",
     metavar="FILE",
@@ -107,6 +97,7 @@ class Result:
     default=0,
     help="With --perplexity: use the first N tokens of FILE. 0: all.",
 )
+@machine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a Markdown table.")
 def main(
     plan: Path,
@@ -119,6 +110,8 @@ def main(
     text: Path | None,
     against: Path | None,
     tokens: int,
+    pin: str | None,
+    weights: str | None,
     as_json: bool,
 ) -> None:
     """Measure the speed of a plan in tokens a second, or its perplexity on a text.
@@ -157,7 +150,7 @@ def main(
                 f"{flag} {n}: the plan's context is {opened.max_context} tokens: measure fewer, or "
                 "recompile with a larger --max-context"
             )
-    with load(opened, threads=threads, isa=isa) as engine:
+    with load(opened, threads=threads, isa=isa, pin=pin, weights=weights) as engine:
         results = [_measure(engine, kind, n, repetitions, not no_warmup) for kind, n in tests]
         report = [_report(engine, result) for result in results]
         click.echo(json.dumps(report, indent=2) if as_json else _markdown(engine, results))
@@ -252,6 +245,7 @@ def _report(engine: "Engine", result: Result) -> dict[str, Any]:
         "weight_bytes": engine.info.weight_bytes,
         "isa": engine.info.isa,
         "threads": engine.info.threads,
+        "placement": engine.info.placement(),
         "plan_hash": engine.plan.plan_hash,
     }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdscope import config
-from pdscope.cli._common import command
+from pdscope.cli._common import command, machine_options
 from pdscope.errors import InputError
 
 if TYPE_CHECKING:
@@ -78,16 +78,7 @@ _MOST_RECORDS = 1 << 24
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object at the end, no stream."
 )
-@click.option(
-    "-t",
-    "--threads",
-    type=click.IntRange(0, 1024),
-    default=0,
-    help="Worker threads. 0: PDSCOPE_THREADS, else one per usable core.",
-)
-@click.option(
-    "--isa", help="Force a kernel path: scalar, avx2, ... Default: PDSCOPE_ISA, or the best."
-)
+@machine_options
 @click.option(
     "--trace",
     "trace_file",
@@ -103,6 +94,8 @@ def main(
     as_json: bool,
     threads: int,
     isa: str | None,
+    pin: str | None,
+    weights: str | None,
     trace_file: Path | None,
     verify: bool,
     **options: Any,
@@ -134,7 +127,7 @@ def main(
     from pdscope.engine import load
 
     begin = time.perf_counter()
-    engine = load(plan, threads=threads, isa=isa, verify=verify)
+    engine = load(plan, threads=threads, isa=isa, pin=pin, weights=weights, verify=verify)
     load_seconds = time.perf_counter() - begin
     with engine:
         _say_loaded(engine, load_seconds)
@@ -218,6 +211,7 @@ def _print_json(engine: "Engine", completion: "Completion", load_seconds: float)
         "plan_hash": engine.plan.plan_hash,
         "isa": engine.info.isa,
         "threads": engine.info.threads,
+        "placement": engine.info.placement(),
     }
     click.echo(json.dumps(report, indent=2, ensure_ascii=False))
 
@@ -227,8 +221,8 @@ def _say_loaded(engine: "Engine", seconds: float) -> None:
         model, info = engine.plan.model, engine.info
         click.echo(
             f"{model['architecture']} {engine.plan.data['dtype']}, {info.layers} layers, context "
-            f"{info.max_context}; isa {info.isa}, {info.threads} threads; loaded in "
-            f"{seconds:.2f} s",
+            f"{info.max_context}; isa {info.isa}, {info.threads} threads, weights "
+            f"{info.weights}; loaded in {seconds:.2f} s",
             err=True,
         )
 

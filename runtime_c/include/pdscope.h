@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define PDS_ABI_VERSION 1
+#define PDS_ABI_VERSION 2
 
 /* clang-format off */
 #ifndef PDS_CDEF
@@ -61,10 +61,15 @@ enum {
 typedef struct pds_engine pds_engine;
 typedef struct pds_session pds_session;
 
+enum { PDS_PIN_AUTO = 0, PDS_PIN_ON = 1, PDS_PIN_OFF = 2 };
+enum { PDS_WEIGHTS_AUTO = 0, PDS_WEIGHTS_MMAP = 1, PDS_WEIGHTS_COPY = 2 };
+
 typedef struct pds_engine_options {
   const char *plan_dir; /* directory that holds program.bin and weights/ */
   const char *isa;      /* force a kernel path by name, or NULL: PDSCOPE_ISA, else the best one */
-  int32_t threads;      /* workers, the caller of pds_step included; 0: one per usable core */
+  int32_t threads;      /* workers, the caller of pds_step included; 0: one per usable physical core */
+  int32_t pin;          /* PDS_PIN_ON: each worker stays on one core, and so does the caller of pds_step within it */
+  int32_t weights;      /* PDS_WEIGHTS_MMAP: page cache; PDS_WEIGHTS_COPY: huge pages; PDS_WEIGHTS_AUTO: copied if memory allows */
 } pds_engine_options;
 
 typedef struct pds_engine_info {
@@ -77,8 +82,17 @@ typedef struct pds_engine_info {
   uint32_t threads;
   uint32_t kv_block;      /* tokens in one KV block */
   uint64_t kv_block_bytes;
-  uint64_t weight_bytes;  /* mapped weight files */
-  uint64_t engine_bytes;  /* anonymous memory of the engine */
+  uint64_t weight_bytes;  /* of the weight files */
+  uint64_t engine_bytes;  /* anonymous memory of the engine, weights apart */
+  uint32_t cores;         /* physical cores that the process may use */
+  uint32_t numa_nodes;    /* that these cores belong to */
+  int32_t weights;        /* PDS_WEIGHTS_MMAP or PDS_WEIGHTS_COPY: what was done */
+  uint32_t weights_nodes; /* NUMA nodes that the copy is interleaved over; 0: left to the operating system */
+  uint64_t weights_copy_bytes; /* anonymous memory of the copy; 0 when mapped */
+  uint64_t weights_huge_bytes; /* of it in huge pages, when it was loaded */
+  const char *weights_why; /* what decided so; lives as long as the engine, as do cpus and cpus_why */
+  const char *cpus;        /* pinned: for each worker the first CPU of its core, "0,2,4,6"; not pinned: "" */
+  const char *cpus_why;
   const char *isa;        /* kernel path in use; lives as long as the library */
   const char *plan_hash;
 } pds_engine_info;

@@ -9,12 +9,13 @@
  * tiles. */
 
 enum {
-  AMX_ROWS = 16,   /* of an A tile */
-  AMX_GROUPS = 8,  /* groups of rows that share one pass over the panels */
-  AMX_K_TILES = 16, /* of two panels at a time, so that these 32 KiB stay in the first-level cache */
-  AMX_AHEAD = 4,   /* tiles to prefetch ahead where panels are only streamed */
+  AMX_ROWS = 16,  /* of an A tile */
+  AMX_GROUPS = 8, /* groups of rows that share one pass over the panels */
+  AMX_K_TILES =
+      16,        /* of two panels at a time, so that these 32 KiB stay in the first-level cache */
+  AMX_AHEAD = 4, /* tiles to prefetch ahead where panels are only streamed */
   AMX_TILE_BYTES = 1024,
-  AMX_X_BYTES = 512 * 1024,  /* copied rows of x: 8 groups of k = 2048; in the second-level cache. */
+  AMX_X_BYTES = 512 * 1024, /* copied rows of x: 8 groups of k = 2048; in the second-level cache. */
   AMX_SUM_BYTES = 128 * 1024 /* Both are on the worker's stack (PDS_STACK_BYTES). */
 };
 
@@ -28,9 +29,9 @@ typedef struct amx_block {
   ptrdiff_t ahead, jump; /* from a B tile to the one to prefetch, before tile `turn` and from it
                             on; 0: none */
   uint32_t line, lines;  /* which of its 16 lines */
-  float *sum[2];   /* of each group, [16][sum_row / 4] */
-  size_t sum_row;  /* bytes */
-  int first;       /* sums start at zero */
+  float *sum[2];         /* of each group, [16][sum_row / 4] */
+  size_t sum_row;        /* bytes */
+  int first;             /* sums start at zero */
 } amx_block;
 
 /* Layout: Intel's SDM, LDTILECFG, palette 1. */
@@ -306,7 +307,7 @@ PDS_INLINE void amx_rows(amx_pass *p, const int swiglu, uint32_t part) {
           const ptrdiff_t here = (ptrdiff_t)panel * (ptrdiff_t)g->panel_stride + p->k0 * 32;
           const int more = t + part < k_tiles;
           next = (ptrdiff_t)(more ? p0 : p1) * (ptrdiff_t)g->panel_stride +
-                  (more ? (ptrdiff_t)(t + part) * AMX_TILE_BYTES : 0) - here;
+                 (more ? (ptrdiff_t)(t + part) * AMX_TILE_BYTES : 0) - here;
           if (!more && p1 == p->panels) next = 0;
         }
         float *sums = p->sums + (part >= k_tiles ? 0 : (panel - p0) / 2 * pair_floats);

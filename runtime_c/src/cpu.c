@@ -1,15 +1,10 @@
-/* cpu.c: CPU features by CPUID and XGETBV, usable cores by affinity and cgroup quota. */
+/* cpu.c: CPU features by CPUID and XGETBV. */
 #define _GNU_SOURCE
 #include "cpu.h"
 
-#include <fcntl.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#if defined(__linux__)
-#include <sched.h>
-#endif
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <pthread.h>
@@ -24,7 +19,12 @@
 #if defined(__x86_64__)
 
 enum { EAX, EBX, ECX, EDX };
-enum { XMM_YMM = 0x6, OPMASK_ZMM = 0xE6, TILES = 0x60006, TILE_DATA = 18 }; /* XCR0 bits (Intel SDM vol. 1, 13.3) */
+enum {
+  XMM_YMM = 0x6,
+  OPMASK_ZMM = 0xE6,
+  TILES = 0x60006,
+  TILE_DATA = 18
+}; /* XCR0 bits (Intel SDM vol. 1, 13.3) */
 
 typedef struct cpu_feature {
   const char *name;
@@ -155,61 +155,4 @@ uint32_t pds_cpu_l2_bytes(void) {
   }
 #endif
   return bytes > 0 && bytes <= 64 * 1024 * 1024 ? (uint32_t)bytes : 0;
-}
-
-/* Reads a small text file without stdio, which would allocate. False if it cannot be read. */
-static bool read_text(const char *path, char *buffer, size_t size) {
-  int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return false;
-  ssize_t n = read(fd, buffer, size - 1);
-  close(fd);
-  if (n <= 0) return false;
-  buffer[n] = 0;
-  return true;
-}
-
-/* Cores' worth of the quota in a cgroup v2 "cpu.max" text ("max 100000" or "150000 100000"); 0:
- * unlimited. */
-static uint32_t quota_of(const char *text) {
-  char *rest;
-  long long quota = strtoll(text, &rest, 10);
-  if (rest == text || quota <= 0) return 0;
-  long long period = strtoll(rest, NULL, 10);
-  return period > 0 ? (uint32_t)((quota + period - 1) / period) : 0;
-}
-
-/* The tightest quota from this process's cgroup (v2) up to the root; 0: unlimited. */
-static uint32_t cgroup_quota(void) {
-  char self[1024], path[1100], text[64];
-  uint32_t tightest = 0;
-  if (!read_text("/proc/self/cgroup", self, sizeof self)) return 0;
-  char *group = strstr(self, "0::/");
-  if (!group) return 0;
-  group += 3;
-  group[strcspn(group, "\n")] = 0;
-  for (size_t n = strlen(group);;) {
-    static const char root[] = "/sys/fs/cgroup", leaf[] = "/cpu.max";
-    memcpy(path, root, sizeof root - 1);
-    memcpy(path + sizeof root - 1, group, n);
-    memcpy(path + sizeof root - 1 + n, leaf, sizeof leaf);
-    uint32_t quota = read_text(path, text, sizeof text) ? quota_of(text) : 0;
-    if (quota && (!tightest || quota < tightest)) tightest = quota;
-    if (n == 0) return tightest;
-    while (n > 0 && group[n - 1] != '/') n--;
-    if (n > 0) n--; /* the slash too */
-  }
-}
-
-uint32_t pds_cpu_usable_cores(void) {
-  uint32_t cores = 0;
-#if defined(__linux__)
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) cores = (uint32_t)CPU_COUNT(&set);
-#endif
-  if (cores == 0) {
-    long online = sysconf(_SC_NPROCESSORS_ONLN);
-    cores = online > 0 ? (uint32_t)online : 1;
-  }
-  uint32_t quota = cgroup_quota();
-  return quota && quota < cores ? quota : cores;
 }

@@ -1,4 +1,4 @@
-/* cpu.h: what this CPU and operating system can run, and how many cores this process may use.
+/* cpu.h: what this CPU and operating system can run.
  * Feature names are those of Linux's /proc/cpuinfo and of archspec: avx2 fma f16c avx512f
  * avx512_bf16 ... */
 #ifndef PDS_CPU_H
@@ -21,9 +21,6 @@ const char *pds_cpu_missing(const char *features, size_t *out_length);
 
 /* The second-level cache of a core, in bytes; 0 if nobody says. */
 uint32_t pds_cpu_l2_bytes(void);
-
-/* Cores this process may use: the affinity mask, cut to the cgroup's CPU quota; at least 1. */
-uint32_t pds_cpu_usable_cores(void);
 
 /* Results must not depend on the caller's flush-to-zero and rounding modes: the step and every
  * worker run under the default ones. Returns what pds_fp_restore() takes back. */

@@ -1,16 +1,20 @@
-/* engine.c: an engine's life: weights mapped, programs verified, workers started; all of it
- * undone. */
+/* engine.c: an engine's life: programs verified, workers started and placed, weights loaded; all
+ * of it undone. */
 #define _GNU_SOURCE
 #include "engine.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "cpu.h"
 #include "exec.h"
 #include "map.h"
+
+/* Between two steps of a decode loop a caller samples and maybe runs some Python. */
+#define LINGER_NS 200000u
 
 pds_status pds_engine_check_fork(const pds_engine *engine) {
   if (engine->pid == getpid()) return PDS_OK;
@@ -100,47 +104,88 @@ static pds_status check_cpu(const pds_plan *plan) {
 
 /* --- life --- */
 
-static pds_status load_files(pds_engine *engine, int dir_fd, unsigned char *program) {
+static pds_status load_programs(pds_engine *engine, int dir_fd, unsigned char *program) {
   const pds_plan *plan = engine->plan;
   PDS_RETURN_IF_ERROR(pds_read_file(dir_fd, "program.bin", program, plan->program_bytes));
   PDS_RETURN_IF_ERROR(pds_programs_open(program, plan->program_bytes, &engine->programs));
-  PDS_RETURN_IF_ERROR(pds_programs_verify(&engine->programs, plan));
-  for (uint32_t i = 0; i < plan->n_files; i++) {
-    const void *base;
-    PDS_RETURN_IF_ERROR(pds_map_file(dir_fd, plan->files[i].path, plan->files[i].bytes, &base));
-    engine->files[i] = base;
-    engine->weight_bytes += plan->files[i].bytes;
-  }
-  return PDS_OK;
+  return pds_programs_verify(&engine->programs, plan);
 }
 
-static pds_status start(pds_engine *engine, const pds_engine_layout *at, const char *plan_dir) {
+/* Why an engine that may choose leaves its workers to the scheduler; NULL: it pins them. Pinning
+ * pays where siblings or nodes can be confused, and harms where somebody else shares out the cores:
+ * another process, a container's quota, the embedding program. */
+static const char *why_free(const pds_host *host, uint32_t threads) {
+  if (threads == 1) return "one thread";
+  if (!host->whole) return "auto: the affinity mask leaves cores out, somebody shares them out";
+  if (host->quota) return "auto: a cgroup's CPU quota";
+  if (threads != host->cores) return "auto: threads are not as many as physical cores";
+  if (host->cpus == host->cores && host->nodes == 1) return "auto: neither siblings nor nodes";
+  return NULL;
+}
+
+static void say_cpus(pds_engine *engine, const pds_host *host) {
+  size_t at = 0;
+  for (uint32_t i = 0; i < engine->threads; i++)
+    at += (size_t)snprintf(engine->cpus + at, sizeof engine->cpus - at, "%s%u", i ? "," : "",
+                           host->first[i % host->cores]);
+}
+
+static void place_workers(pds_engine *engine, const pds_host *host, int32_t pin) {
+  const char *why = pin == PDS_PIN_OFF ? "asked for" : NULL;
+  if (pin == PDS_PIN_AUTO) why = why_free(host, engine->threads);
+  if (!why && !pds_pool_pin(engine->pool, host)) why = "the operating system does not let us";
+  if (!why) say_cpus(engine, host);
+  if (!why) why = pin == PDS_PIN_ON ? "asked for" : "auto: all physical cores are ours";
+  snprintf(engine->cpus_why, sizeof engine->cpus_why, "%s", why);
+  /* Looking out for the next step costs nobody anything where every worker has a core. */
+  if (!host->quota && engine->threads <= host->cores) pds_pool_linger(engine->pool, LINGER_NS);
+}
+
+static pds_status start(pds_engine *engine, const pds_engine_layout *at, const pds_host *host,
+                        const pds_engine_options *options) {
   unsigned char *arena = (unsigned char *)engine;
-  int dir_fd = open(plan_dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  int dir_fd = open(options->plan_dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (dir_fd < 0)
-    return pds_fail(PDS_ERR_PLAN_FILE, "%.300s: %s; expected a plan directory", plan_dir,
+    return pds_fail(PDS_ERR_PLAN_FILE, "%.300s: %s; expected a plan directory", options->plan_dir,
                     strerror(errno));
-  pds_status status = load_files(engine, dir_fd, arena + at->program);
+  pds_status status = load_programs(engine, dir_fd, arena + at->program);
+  if (status == PDS_OK)
+    status =
+        pds_pool_create(arena + at->pool, arena + at->workers, arena + at->stacks, engine->threads);
+  if (status == PDS_OK) {
+    engine->pool = (pds_pool *)(arena + at->pool);
+    place_workers(engine, host, options->pin);
+    status = pds_weights_load(engine->plan, dir_fd, options->weights, host, engine->pool,
+                              engine->files, &engine->weights);
+  }
   close(dir_fd);
-  PDS_RETURN_IF_ERROR(status);
-  PDS_RETURN_IF_ERROR(
-      pds_pool_create(arena + at->pool, arena + at->workers, arena + at->stacks, engine->threads));
-  engine->pool = (pds_pool *)(arena + at->pool);
+  return status;
+}
+
+static pds_status check_options(const pds_engine_options *options) {
+  if (options->threads < 0 || options->threads > (int32_t)PDS_MAX_THREADS)
+    return pds_fail(PDS_ERR_ARGUMENT, "threads %d: expected 0 to %u", options->threads,
+                    PDS_MAX_THREADS);
+  if (options->pin < PDS_PIN_AUTO || options->pin > PDS_PIN_OFF)
+    return pds_fail(PDS_ERR_ARGUMENT, "pin %d: expected 0 (auto), 1 (on) or 2 (off)", options->pin);
+  if (options->weights < PDS_WEIGHTS_AUTO || options->weights > PDS_WEIGHTS_COPY)
+    return pds_fail(PDS_ERR_ARGUMENT, "weights %d: expected 0 (auto), 1 (mmap) or 2 (copy)",
+                    options->weights);
   return PDS_OK;
 }
 
 pds_status pds_engine_create(const pds_engine_options *options, pds_engine **out_engine) {
   if (!options || !options->plan_dir || !out_engine)
     return pds_fail(PDS_ERR_ARGUMENT, "engine: a null pointer");
-  if (options->threads < 0 || options->threads > (int32_t)PDS_MAX_THREADS)
-    return pds_fail(PDS_ERR_ARGUMENT, "threads %d: expected 0 to %u", options->threads,
-                    PDS_MAX_THREADS);
+  PDS_RETURN_IF_ERROR(check_options(options));
   const pds_plan *plan = &pds_the_plan;
   const pds_isa_path *path;
   PDS_RETURN_IF_ERROR(check_cpu(plan));
   PDS_RETURN_IF_ERROR(pds_isa_choose(options->isa, &path));
   PDS_RETURN_IF_ERROR(check_plan(plan));
-  uint32_t threads = options->threads ? (uint32_t)options->threads : pds_cpu_usable_cores();
+  pds_host host;
+  pds_host_read("", NULL, &host);
+  uint32_t threads = options->threads ? (uint32_t)options->threads : pds_host_threads(&host);
   if (threads > PDS_MAX_THREADS) threads = PDS_MAX_THREADS;
   pds_engine_layout at = pds_layout_engine(plan, threads);
   void *base;
@@ -152,10 +197,12 @@ pds_status pds_engine_create(const pds_engine_options *options, pds_engine **out
   engine->thread_scratch = (unsigned char *)base + at.scratch;
   engine->bytes = at.total;
   engine->threads = threads;
+  engine->cores = host.cores;
+  engine->nodes = host.nodes;
   engine->l2_bytes = pds_cpu_l2_bytes();
   engine->pid = getpid();
   engine->refs = 1;
-  pds_status status = start(engine, &at, options->plan_dir);
+  pds_status status = start(engine, &at, &host, options);
   if (status != PDS_OK) {
     pds_engine_release(engine);
     return status;
@@ -172,8 +219,7 @@ void pds_engine_release(pds_engine *engine) {
   if (atomic_fetch_sub_explicit(&engine->refs, 1, memory_order_acq_rel) != 1) return;
   /* After fork the workers exist in the parent alone: there is nothing to join here. */
   if (engine->pool && engine->pid == getpid()) pds_pool_destroy(engine->pool);
-  for (uint32_t i = 0; i < engine->plan->n_files; i++)
-    pds_unmap(engine->files[i], engine->plan->files[i].bytes);
+  pds_weights_unload(engine->plan, engine->files, &engine->weights);
   pds_unmap(engine, engine->bytes);
 }
 
@@ -193,8 +239,17 @@ pds_status pds_engine_get_info(const pds_engine *engine, pds_engine_info *out_in
                                 .threads = engine->threads,
                                 .kv_block = plan->kv_block,
                                 .kv_block_bytes = plan->kv_block_bytes,
-                                .weight_bytes = engine->weight_bytes,
+                                .weight_bytes = engine->weights.bytes,
                                 .engine_bytes = engine->bytes,
+                                .cores = engine->cores,
+                                .numa_nodes = engine->nodes,
+                                .weights = engine->weights.mode,
+                                .weights_nodes = engine->weights.nodes,
+                                .weights_copy_bytes = engine->weights.copy_bytes,
+                                .weights_huge_bytes = engine->weights.huge_bytes,
+                                .weights_why = engine->weights.why,
+                                .cpus = engine->cpus,
+                                .cpus_why = engine->cpus_why,
                                 .isa = engine->path->name,
                                 .plan_hash = plan->plan_hash};
   return PDS_OK;

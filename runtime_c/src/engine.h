@@ -13,6 +13,7 @@
 #include "pool.h"
 #include "program.h"
 #include "trace.h"
+#include "weights.h"
 
 struct pds_engine {
   const pds_plan *plan;
@@ -21,9 +22,12 @@ struct pds_engine {
   pds_pool *pool; /* NULL until the workers run */
   const unsigned char **files;
   unsigned char *thread_scratch;
-  uint64_t bytes, weight_bytes;
-  uint32_t threads;
-  uint32_t l2_bytes; /* second-level cache of a core; 0: unknown */
+  pds_weights weights;
+  uint64_t bytes;
+  uint32_t threads, cores, nodes;
+  uint32_t l2_bytes;              /* second-level cache of a core; 0: unknown */
+  char cpus[5 * PDS_MAX_THREADS]; /* "0,2,4": for each worker the first CPU of its core; "": free */
+  char cpus_why[96];
   pid_t pid;             /* the process that created it: workers do not survive fork */
   _Atomic uint32_t refs; /* itself and its sessions; the last one frees it */
 };

@@ -15,21 +15,37 @@ pds_status pds_map_anon(uint64_t bytes, const char *what, void **out) {
   if (bytes > SIZE_MAX / 2)
     return pds_fail(PDS_ERR_MEMORY, "%s: %llu bytes exceed the address space", what,
                     (unsigned long long)bytes);
-  void *base =
-      mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  /* Kernels before 6.7 align nothing by themselves: map more, and give back both ends. */
+  size_t slack = bytes > PDS_HUGE ? PDS_HUGE : 0;
+  unsigned char *base =
+      mmap(NULL, (size_t)bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED)
     return pds_fail(PDS_ERR_MEMORY, "%s: the operating system refused %llu bytes: %s", what,
                     (unsigned long long)bytes, strerror(errno));
+  if (slack) {
+    size_t head = (size_t)(-(uintptr_t)base % PDS_HUGE);
+    if (head) munmap(base, head);
+    base += head;
+    if (slack > head) munmap(base + bytes, slack - head);
+  }
   *out = base;
   return PDS_OK;
+}
+
+void pds_advise_huge(void *base, uint64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  madvise(base, (size_t)bytes, MADV_HUGEPAGE);
+#else
+  (void)base;
+  (void)bytes;
+#endif
 }
 
 void pds_unmap(const void *base, uint64_t bytes) {
   if (base) munmap((void *)(uintptr_t)base, (size_t)bytes);
 }
 
-/* Opens the regular file and checks its size. */
-static pds_status open_sized(int dir_fd, const char *path, uint64_t bytes, int *out_fd) {
+pds_status pds_open_file(int dir_fd, const char *path, uint64_t bytes, int *out_fd) {
   int fd = openat(dir_fd, path, O_RDONLY | O_CLOEXEC);
   if (fd < 0)
     return pds_fail(PDS_ERR_PLAN_FILE, "%s: %s; compile the plan again", path, strerror(errno));
@@ -50,7 +66,7 @@ static pds_status open_sized(int dir_fd, const char *path, uint64_t bytes, int *
 
 pds_status pds_map_file(int dir_fd, const char *path, uint64_t bytes, const void **out) {
   int fd;
-  PDS_RETURN_IF_ERROR(open_sized(dir_fd, path, bytes, &fd));
+  PDS_RETURN_IF_ERROR(pds_open_file(dir_fd, path, bytes, &fd));
   void *base = NULL;
   if (bytes > 0) {
     base = mmap(NULL, (size_t)bytes, PROT_READ, MAP_PRIVATE, fd, 0);
@@ -68,7 +84,7 @@ pds_status pds_map_file(int dir_fd, const char *path, uint64_t bytes, const void
 
 pds_status pds_read_file(int dir_fd, const char *path, void *buffer, uint64_t bytes) {
   int fd;
-  PDS_RETURN_IF_ERROR(open_sized(dir_fd, path, bytes, &fd));
+  PDS_RETURN_IF_ERROR(pds_open_file(dir_fd, path, bytes, &fd));
   uint64_t done = 0;
   while (done < bytes) {
     ssize_t n = read(fd, (char *)buffer + done, (size_t)(bytes - done));

@@ -7,9 +7,15 @@
 
 #include "status.h"
 
-/* Zeroed anonymous memory; `bytes` is a multiple of PDS_GRAIN. `what` names it in the error
- * text. */
+/* Zeroed anonymous memory; `bytes` is a multiple of PDS_GRAIN. Begins at a multiple of PDS_HUGE if
+ * it is larger than that. `what` names it in the error text. */
 pds_status pds_map_anon(uint64_t bytes, const char *what, void **out);
+
+/* Asks for transparent huge pages; a refusal only costs speed. */
+void pds_advise_huge(void *base, uint64_t bytes);
+
+/* Opens the regular file `path`, relative to the directory `dir_fd`. Its size must be `bytes`. */
+pds_status pds_open_file(int dir_fd, const char *path, uint64_t bytes, int *out_fd);
 
 /* Maps all of the regular file `path`, relative to the directory `dir_fd`, read-only. Its size must
  * be `bytes`. */

@@ -17,7 +17,11 @@
  *     tables     = r64(4 * max_seqs * seq_blocks) + 2 * r64(4 * max_seqs) + 2 * r64(4 * kv_blocks)
  *                  + r64(4 * max_logits)
  *
- *   weights: the bytes of each weight file (read-only file mappings, one a file)
+ *   weights, mapped: the bytes of each weight file (read-only file mappings, one a file)
+ *   weights, copied, one mmap: the sum of the files, each rounded up to PDS_FILE_GRAIN, rounded up
+ *     to PDS_HUGE
+ *
+ * A mapping larger than PDS_HUGE begins at a multiple of it.
  */
 #ifndef PDS_MEMORY_H
 #define PDS_MEMORY_H
@@ -27,6 +31,8 @@
 #include "plan_desc.h"
 
 #define PDS_GRAIN 65536u         /* a multiple of every page size that Linux uses */
+#define PDS_HUGE 2097152u        /* a huge page of x86-64, and of aarch64 with 4 KiB pages */
+#define PDS_FILE_GRAIN 4096u     /* alignment of experts within a file */
 #define PDS_ENGINE_HEADER 16384u /* struct pds_engine, checked by a static assertion */
 #define PDS_SESSION_HEADER 8192u /* struct pds_session */
 #define PDS_POOL_BYTES 1024u     /* struct pds_pool */
@@ -59,6 +65,14 @@ static inline pds_engine_layout pds_layout_engine(const pds_plan *plan, uint32_t
   at.stacks = pds_round_up(at.scratch + threads * plan->thread_scratch_bytes, PDS_GRAIN);
   at.total = at.stacks + (uint64_t)(threads - 1) * PDS_STACK_BYTES;
   return at;
+}
+
+/* Bytes of the copy of all weight files. */
+static inline uint64_t pds_layout_weights(const pds_plan *plan) {
+  uint64_t bytes = 0;
+  for (uint32_t i = 0; i < plan->n_files; i++)
+    bytes += pds_round_up(plan->files[i].bytes, PDS_FILE_GRAIN);
+  return pds_round_up(bytes, PDS_HUGE);
 }
 
 /* Offsets within a session's arena. */

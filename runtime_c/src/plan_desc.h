@@ -11,8 +11,9 @@ typedef enum pds_dtype {
   PDS_F32 = 1,     /* packed panels, one k per 32-bit word */
   PDS_BF16 = 2,    /* packed panels, word = (k, k+1), even k low */
   PDS_VEC_F32 = 3, /* plain fp32 vector [n] */
-  PDS_I8 = 4,      /* packed panels, word = (k .. k+3); scales bf16 [k_pad / 64][16] behind each panel */
-  PDS_I4 = 5,      /* word = low nibbles (k .. k+3), high nibbles (k+4 .. k+7), each value + 8; scales [k_pad / 32][16] */
+  PDS_I8 = 4, /* packed panels, word = (k .. k+3); scales bf16 [k_pad / 64][16] behind each panel */
+  PDS_I4 =
+      5, /* word = low nibbles (k .. k+3), high nibbles (k+4 .. k+7), each value + 8; scales [k_pad / 32][16] */
 } pds_dtype;
 
 /* A weight in a weight file. Packed: `count` matrices [n, k] one after the other, `stride` bytes

@@ -17,6 +17,7 @@
 
 #include "cpu.h"
 #include "memory.h"
+#include "trace.h"
 
 /* Turns of the spin loop before the core is offered to others, so that one core, or more threads
  * than cores, still make progress: about 20 microseconds of pause instructions. */
@@ -35,8 +36,13 @@ struct pds_pool {
   pthread_cond_t turn; /* callers of pds_pool_open: `serving` changed */
   uint64_t next_ticket, serving;
   bool quit;
+  uint32_t sleeping; /* workers that wait for `wake` */
   uint32_t threads;
   worker *workers;
+  uint64_t linger_ns;
+  bool pinned;
+  bool moved;                /* the open step's caller is on `core` for its duration */
+  pds_cpu_set core, callers; /* worker 0's core; what the caller's affinity was */
   _Alignas(64) _Atomic bool open;
   /* The running job, each on its own cache line: claims and completions are the busy words. */
   _Alignas(64) _Atomic uint64_t job; /* items << 32 | next item */
@@ -88,17 +94,34 @@ void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items) {
   while (atomic_load_explicit(&pool->done, memory_order_acquire) != items) spin(&turns);
 }
 
+/* Whether another step opens while it is worth looking out for. */
+static bool follows(const pds_pool *pool) {
+  if (!pool->linger_ns) return false;
+  uint64_t end = pds_now_ns() + pool->linger_ns;
+  do {
+    for (int i = 0; i < 16; i++) {
+      if (atomic_load_explicit(&pool->open, memory_order_relaxed)) return true;
+      pds_cpu_relax();
+    }
+  } while (pds_now_ns() < end);
+  return false;
+}
+
 static void *worker_main(void *argument) {
   worker *self = argument;
   pds_pool *pool = self->pool;
   pds_fp_default();
-  for (;;) {
-    pthread_mutex_lock(&pool->mutex);
-    while (!pool->quit && !atomic_load_explicit(&pool->open, memory_order_relaxed))
-      pthread_cond_wait(&pool->wake, &pool->mutex);
-    bool quit = pool->quit;
-    pthread_mutex_unlock(&pool->mutex);
-    if (quit) return NULL;
+  for (bool first = true;; first = false) {
+    if (first || !follows(pool)) {
+      pthread_mutex_lock(&pool->mutex);
+      pool->sleeping++;
+      while (!pool->quit && !atomic_load_explicit(&pool->open, memory_order_relaxed))
+        pthread_cond_wait(&pool->wake, &pool->mutex);
+      pool->sleeping--;
+      bool quit = pool->quit;
+      pthread_mutex_unlock(&pool->mutex);
+      if (quit) return NULL;
+    }
     uint32_t turns = 0;
     while (atomic_load_explicit(&pool->open, memory_order_relaxed)) {
       if (drain(pool, self->index))
@@ -171,16 +194,85 @@ void pds_pool_destroy(pds_pool *pool) {
   pthread_mutex_destroy(&pool->mutex);
 }
 
+void pds_pool_linger(pds_pool *pool, uint64_t ns) {
+  pool->linger_ns = ns;
+}
+
+/* --- affinity --- */
+
+static bool set_affinity(pthread_t thread, const pds_cpu_set *set) {
+#if defined(__linux__)
+  cpu_set_t cpus;
+  CPU_ZERO(&cpus);
+  for (uint32_t cpu = 0; cpu < PDS_MAX_CPUS && cpu < CPU_SETSIZE; cpu++)
+    if (pds_cpu_in(set, cpu)) CPU_SET(cpu, &cpus);
+  return pthread_setaffinity_np(thread, sizeof cpus, &cpus) == 0;
+#else
+  (void)thread;
+  (void)set;
+  return false;
+#endif
+}
+
+static bool get_affinity(pthread_t thread, pds_cpu_set *out) {
+  memset(out, 0, sizeof *out);
+#if defined(__linux__)
+  cpu_set_t cpus;
+  if (pthread_getaffinity_np(thread, sizeof cpus, &cpus) != 0) return false;
+  for (uint32_t cpu = 0; cpu < PDS_MAX_CPUS && cpu < CPU_SETSIZE; cpu++)
+    if (CPU_ISSET(cpu, &cpus)) out->bits[cpu / 64] |= (uint64_t)1 << cpu % 64;
+  return true;
+#else
+  (void)thread;
+  return false;
+#endif
+}
+
+static bool overlap(const pds_cpu_set *a, const pds_cpu_set *b) {
+  for (size_t i = 0; i < sizeof a->bits / sizeof *a->bits; i++)
+    if (a->bits[i] & b->bits[i]) return true;
+  return false;
+}
+
+/* A caller that the program has pinned elsewhere is left there. */
+static void pin_caller(pds_pool *pool) {
+  pool->moved = get_affinity(pthread_self(), &pool->callers) &&
+                overlap(&pool->callers, &pool->core) && set_affinity(pthread_self(), &pool->core);
+}
+
+bool pds_pool_pin(pds_pool *pool, const pds_host *host) {
+  pds_cpu_set mine;
+  if (!get_affinity(pthread_self(), &mine) || !set_affinity(pthread_self(), &mine)) return false;
+  for (uint32_t i = 1; i < pool->threads; i++) {
+    const worker *w = (worker *)((unsigned char *)pool->workers + (size_t)i * PDS_WORKER_BYTES);
+    pds_cpu_set core;
+    pds_host_core(host, i, &core);
+    if (set_affinity(w->thread, &core)) continue;
+    for (uint32_t j = 1; j < i; j++) {
+      w = (worker *)((unsigned char *)pool->workers + (size_t)j * PDS_WORKER_BYTES);
+      set_affinity(w->thread, &mine);
+    }
+    return false;
+  }
+  pds_host_core(host, 0, &pool->core);
+  pool->pinned = true;
+  return true;
+}
+
+/* --- steps --- */
+
 void pds_pool_open(pds_pool *pool) {
   pthread_mutex_lock(&pool->mutex);
   uint64_t ticket = pool->next_ticket++;
   while (pool->serving != ticket) pthread_cond_wait(&pool->turn, &pool->mutex);
   atomic_store_explicit(&pool->open, true, memory_order_relaxed);
-  if (pool->threads > 1) pthread_cond_broadcast(&pool->wake);
+  if (pool->sleeping) pthread_cond_broadcast(&pool->wake);
   pthread_mutex_unlock(&pool->mutex);
+  if (pool->pinned) pin_caller(pool);
 }
 
 void pds_pool_close(pds_pool *pool) {
+  if (pool->moved) set_affinity(pthread_self(), &pool->callers);
   pthread_mutex_lock(&pool->mutex);
   atomic_store_explicit(&pool->open, false, memory_order_relaxed);
   pool->serving++;

@@ -1,7 +1,6 @@
 /* session.c: sessions: their life, pds_step, and the calls on sequences. */
 #define _GNU_SOURCE
 #include <string.h>
-#include <sys/mman.h>
 
 #include "cpu.h"
 #include "engine.h"
@@ -23,9 +22,7 @@ pds_status pds_session_create(pds_engine *engine, const pds_session_options *opt
                     kv_tokens);
   void *base;
   PDS_RETURN_IF_ERROR(pds_map_anon(at.total, "session", &base));
-#if defined(MADV_HUGEPAGE)
-  madvise(base, at.total, MADV_HUGEPAGE); /* attention streams the KV; a refusal only costs speed */
-#endif
+  pds_advise_huge(base, at.total); /* attention streams the KV */
   unsigned char *arena = base;
   pds_session *session = base;
   session->engine = engine;

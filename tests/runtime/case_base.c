@@ -5,6 +5,7 @@
 #include "cpu.h"
 #include "crc.h"
 #include "dispatch.h"
+#include "host.h"
 #include "memory.h"
 #include "pdscope.h"
 #include "pds_isa.h"
@@ -26,7 +27,17 @@ static void features(void) {
   CHECK(pds_cpu_missing("sse2", &n) == NULL);
   CHECK(!pds_cpu_has("sse", 2)); /* a name is compared whole */
 #endif
-  CHECK(pds_cpu_usable_cores() >= 1);
+}
+
+static void host(void) {
+  pds_host h;
+  pds_host_read("", NULL, &h);
+  CHECK(h.cpus >= 1 && h.cores >= 1 && h.cores <= h.cpus && h.nodes >= 1);
+  CHECK(pds_host_threads(&h) >= 1 && pds_host_threads(&h) <= h.cores);
+  CHECK(pds_host_memory("") > 0);
+  pds_cpu_set core;
+  pds_host_core(&h, h.cores, &core); /* one more than there are: shares the first one's */
+  CHECK(pds_cpu_in(&core, h.first[0]));
 }
 
 static void paths(void) {
@@ -67,6 +78,7 @@ static void names(void) {
 void case_base(void) {
   crc();
   features();
+  host();
   paths();
   names();
 }

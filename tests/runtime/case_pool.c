@@ -2,6 +2,7 @@
  * is idle. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -109,6 +110,70 @@ static void turns(void) {
   close_pool(&f);
 }
 
+/* Steps in quick succession, which lingering workers join without having slept, and slow ones. */
+static void lingering(void) {
+  fixture f;
+  open_pool(&f, 3);
+  pds_pool_linger(f.pool, 100000);
+  static job j;
+  memset(&j, 0, sizeof j);
+  j.threads = 3;
+  for (int step = 0; step < 200; step++) {
+    pds_pool_open(f.pool);
+    pds_pool_run(f.pool, count, &j, 100);
+    pds_pool_close(f.pool);
+    if (step % 20 == 0) usleep(1000);
+  }
+  for (int item = 0; item < 100; item++) CHECK_EQ(j.ran[item], 200);
+  close_pool(&f);
+}
+
+#if defined(__linux__)
+typedef struct seen {
+  _Atomic uint32_t strayed; /* items run by a worker off its core */
+  cpu_set_t cores[8];
+} seen;
+
+static void look(void *ctx, uint32_t item, uint32_t worker) {
+  seen *s = ctx;
+  cpu_set_t mine;
+  (void)item;
+  if (sched_getaffinity(0, sizeof mine, &mine) != 0 || !CPU_EQUAL(&mine, &s->cores[worker]))
+    s->strayed++;
+}
+
+/* Workers stay on their cores; the caller goes to its own for the step alone. */
+static void pinned(void) {
+  fixture f;
+  pds_host host;
+  cpu_set_t before, after;
+  static seen s;
+  pds_host_read("", NULL, &host);
+  open_pool(&f, 3);
+  if (pds_pool_pin(f.pool, &host)) {
+    for (uint32_t i = 0; i < 3; i++) {
+      pds_cpu_set core;
+      pds_host_core(&host, i, &core);
+      CPU_ZERO(&s.cores[i]);
+      for (uint32_t cpu = 0; cpu < PDS_MAX_CPUS; cpu++)
+        if (pds_cpu_in(&core, cpu)) CPU_SET(cpu, &s.cores[i]);
+    }
+    CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
+    for (int step = 0; step < 20; step++) {
+      pds_pool_open(f.pool);
+      pds_pool_run(f.pool, look, &s, 50);
+      pds_pool_close(f.pool);
+    }
+    CHECK_EQ(s.strayed, 0);
+    CHECK(sched_getaffinity(0, sizeof after, &after) == 0);
+    CHECK(CPU_EQUAL(&before, &after));
+  }
+  close_pool(&f);
+}
+#else
+static void pinned(void) {}
+#endif
+
 static double process_seconds(void) {
   struct timespec t;
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
@@ -118,6 +183,7 @@ static double process_seconds(void) {
 static void idle(void) {
   fixture f;
   open_pool(&f, 4);
+  pds_pool_linger(f.pool, 200000);
   pds_pool_open(f.pool);
   pds_pool_run(f.pool, nothing, NULL, 100);
   pds_pool_close(f.pool);
@@ -133,5 +199,7 @@ void case_pool(void) {
   once_each(2);
   once_each(9); /* more than the cores of most test machines */
   turns();
+  lingering();
+  pinned();
   idle();
 }

@@ -95,12 +95,18 @@ static void remember(uintptr_t at, size_t bytes, int anonymous) {
   atomic_flag_clear(&maps_lock);
 }
 
+/* A mapping may lose its begin, its end or all of it; nobody punches holes. */
 static void forget(uintptr_t at, size_t bytes) {
+  uintptr_t end = at + bytes;
   while (atomic_flag_test_and_set(&maps_lock)) {
   }
-  for (int i = 0; i < MAX_MAPS; i++)
-    if (maps[i].bytes && maps[i].at >= at && maps[i].at + maps[i].bytes <= at + bytes)
-      maps[i].bytes = 0;
+  for (int i = 0; i < MAX_MAPS; i++) {
+    uintptr_t first = maps[i].at, last = first + maps[i].bytes;
+    if (!maps[i].bytes || first >= end || last <= at) continue;
+    if (first >= at) maps[i].at = end < last ? end : last;
+    if (last <= end) last = at > first ? at : first;
+    maps[i].bytes = last > maps[i].at ? last - maps[i].at : 0;
+  }
   atomic_flag_clear(&maps_lock);
 }
 

@@ -20,6 +20,8 @@
 struct pds_engine {
   long step_ms;
   uint32_t threads;
+  int32_t weights;
+  int pinned;
   int sessions;
 };
 
@@ -80,6 +82,8 @@ pds_status pds_engine_create(const pds_engine_options *o, pds_engine **out) {
   const char *ms = getenv("FAKE_STEP_MS");
   e->step_ms = ms ? atol(ms) : 0;
   e->threads = o->threads ? (uint32_t)o->threads : 1;
+  e->weights = o->weights ? o->weights : PDS_WEIGHTS_MMAP;
+  e->pinned = o->pin == PDS_PIN_ON;
   *out = e;
   return PDS_OK;
 }
@@ -101,6 +105,12 @@ pds_status pds_engine_get_info(const pds_engine *e, pds_engine_info *out) {
                            .kv_block = 64,
                            .kv_block_bytes = 256,
                            .weight_bytes = 1000,
+                           .cores = 1,
+                           .numa_nodes = 1,
+                           .weights = e->weights,
+                           .weights_why = "fake",
+                           .cpus = e->pinned ? "0" : "",
+                           .cpus_why = "fake",
                            .engine_bytes = sizeof *e,
                            .isa = "fake",
                            .plan_hash = PLAN_HASH};

@@ -23,7 +23,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "support" / "count_allocations.c"
 # Runs with the counting library preloaded: prints the counters at each stage of a plan's life.
 PROBE = r"""
 import ctypes, json, pathlib, sys
-plan, threads = sys.argv[1], int(sys.argv[2])
+plan, threads, weights = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 count = ctypes.CDLL(None)
 FIELDS = "mallocs malloc_bytes anon_maps anon_bytes file_maps file_bytes map_calls io_calls".split()
 class Totals(ctypes.Structure):
@@ -37,7 +37,7 @@ keep = ctypes.CDLL(str(library))
 assert count.count_watch(str(library).encode()) == 1, "the plan's library is not loaded"
 import pdscope
 seen = {"start": read()}
-engine = pdscope.load(plan, threads=threads)
+engine = pdscope.load(plan, threads=threads, weights=weights)
 engine.prefill([1, 5, 7])
 seen["loaded"] = read()
 engine.decode(9)
@@ -66,38 +66,43 @@ def counter(plans: PlanStore) -> Path:
     return plans.once("count_allocations.so", build)
 
 
-def observe(plan: Path, counter: Path, threads: int) -> dict[str, Any]:
+def observe(plan: Path, counter: Path, threads: int, weights: str) -> dict[str, Any]:
     env = os.environ | {"LD_PRELOAD": str(counter)}
-    command = [sys.executable, "-c", PROBE, str(plan), str(threads)]
+    command = [sys.executable, "-c", PROBE, str(plan), str(threads), weights]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
 
-def check(plan: Path, counter: Path, threads: int) -> None:
+def check(plan: Path, counter: Path, threads: int, weights: str = "mmap") -> None:
     table = json.loads((plan / "memory.json").read_text(encoding="utf-8"))
     engine = table["engine"]["total_bytes_by_threads"][str(threads)]
     session = table["session"]["total_bytes"]
-    seen = observe(plan, counter, threads)
+    row = table["weight_mappings"][weights]
+    maps = {"anonymous": 0, "file": 0, row["kind"]: row["bytes"]}
+    seen = observe(plan, counter, threads, weights)
     assert seen["start"]["anon_bytes"] == seen["start"]["file_bytes"] == 0
     loaded = seen["loaded"]
-    assert loaded["anon_bytes"] == engine + session
-    assert loaded["file_bytes"] == table["weight_bytes"]
-    assert loaded["file_maps"] == len(table["weights"])
+    assert loaded["anon_bytes"] == engine + session + maps["anonymous"]
+    assert loaded["file_bytes"] == maps["file"]
+    assert loaded["file_maps"] == (row["count"] if row["kind"] == "file" else 0)
     assert table["weight_bytes"] == sum(f.stat().st_size for f in (plan / "weights").iterdir())
     for counted in ("mallocs", "map_calls", "io_calls"):
         assert seen["stepped"][counted] == loaded[counted], f"{counted} within a step"
     two = seen["two sessions"]
-    assert two["anon_bytes"] == engine + session + two["said"]
+    assert two["anon_bytes"] == loaded["anon_bytes"] + two["said"]
     closed = seen["closed"]
     assert closed["anon_bytes"] == closed["file_bytes"] == 0, "the library kept a mapping"
     assert closed["malloc_bytes"] == 0, "the library used malloc, which memory.json does not count"
 
 
+@pytest.mark.parametrize("weights", ["mmap", "copy"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
-def test_demo_model(plans: PlanStore, counter: Path, dtype: str, threads: int) -> None:
-    check(plans.compile(BUNDLED / "tiny-mixtral", dtype=dtype), counter, threads)
+def test_demo_model(
+    plans: PlanStore, counter: Path, dtype: str, threads: int, weights: str
+) -> None:
+    check(plans.compile(BUNDLED / "tiny-mixtral", dtype=dtype), counter, threads, weights)
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:
@@ -114,7 +119,8 @@ def test_shrunk_published(tmp_path: Path, counter: Path, name: str) -> None:
     model = write_config(tmp_path / name, cut_down(name, small=True))
     plan = tmp_path / "plan"
     pdscope.compile(model, plan, load_format="dummy", dtype="bf16", max_context=1000)
-    check(plan, counter, 2)
+    check(plan, counter, 2, "mmap")
+    check(plan, counter, 2, "copy")
 
 
 @pytest.mark.verify
