@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #if defined(__linux__)
@@ -47,53 +48,89 @@ static uint32_t interleave(void *base, uint64_t bytes, const pds_host *host) {
 
 /* --- copying --- */
 
+/* Where the page cache is not to fill up with what is copied anyway, chunks that are not in it are
+ * read past it, and those that are leave it afterwards. */
 typedef struct copy_job {
-  int fd;
+  int fd, direct; /* direct: the same file past the page cache; -1: through it, and kept there */
   unsigned char *to;
-  uint64_t bytes, ahead; /* ahead: how far before a read the kernel is told of it */
-  bool drop;             /* take what was read out of the page cache */
-  _Atomic int error;     /* errno of a read that failed; -1: the file ended early */
+  uint64_t bytes;
+  _Atomic int error; /* errno of a read that failed; -1: the file ended early */
 } copy_job;
+
+/* Whether the page cache seems to hold the bytes from `at` to `end` of a file. */
+static bool cached(int fd, uint64_t at, uint64_t end) {
+#if defined(RWF_NOWAIT)
+  char byte;
+  struct iovec to = {.iov_base = &byte, .iov_len = 1};
+  return preadv2(fd, &to, 1, (off_t)at, RWF_NOWAIT) == 1 &&
+         preadv2(fd, &to, 1, (off_t)(end - 1), RWF_NOWAIT) == 1;
+#else
+  (void)fd;
+  (void)at;
+  (void)end;
+  return true;
+#endif
+}
+
+/* 0, an errno, or -1: the file ended early. */
+static int read_range(int fd, unsigned char *to, uint64_t at, uint64_t end, uint64_t grain) {
+  while (at < end) {
+    size_t want = (size_t)pds_round_up(end - at, grain);
+    ssize_t n = pread(fd, to + at, want, (off_t)at);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return n < 0 ? errno : -1;
+    uint64_t next = at + (uint64_t)n;
+    if (next < end) next -= next % grain; /* a direct read begins at a block */
+    if (next == at) return -1;
+    at = next;
+  }
+  return 0;
+}
 
 static void copy_chunk(void *context, uint32_t item, uint32_t worker) {
   copy_job *job = context;
   (void)worker;
+  if (atomic_load_explicit(&job->error, memory_order_relaxed)) return;
   uint64_t at = item * CHUNK, end = at + CHUNK < job->bytes ? at + CHUNK : job->bytes;
+  int error = EINVAL;
+  if (job->direct >= 0 && !cached(job->fd, at, end)) /* the copy has room for the last block */
+    error = read_range(job->direct, job->to, at, end, PDS_FILE_GRAIN);
+  if (error == EINVAL) { /* or the file system cannot read directly at such offsets */
 #if defined(POSIX_FADV_WILLNEED)
-  if (at + job->ahead < job->bytes)
-    posix_fadvise(job->fd, (off_t)(at + job->ahead), (off_t)CHUNK, POSIX_FADV_WILLNEED);
+    posix_fadvise(job->fd, (off_t)at, (off_t)(end - at), POSIX_FADV_WILLNEED);
 #endif
-  for (uint64_t done = at; done < end;) {
-    if (atomic_load_explicit(&job->error, memory_order_relaxed)) return;
-    ssize_t n = pread(job->fd, job->to + done, (size_t)(end - done), (off_t)done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) {
-      atomic_store_explicit(&job->error, n < 0 ? errno : -1, memory_order_relaxed);
-      return;
-    }
-    done += (uint64_t)n;
-  }
+    error = read_range(job->fd, job->to, at, end, 1);
 #if defined(POSIX_FADV_DONTNEED)
-  if (job->drop) posix_fadvise(job->fd, (off_t)at, (off_t)(end - at), POSIX_FADV_DONTNEED);
+    if (job->direct >= 0) posix_fadvise(job->fd, (off_t)at, (off_t)(end - at), POSIX_FADV_DONTNEED);
 #endif
+  }
+  if (error) atomic_store_explicit(&job->error, error, memory_order_relaxed);
 }
 
 static pds_status copy_file(const pds_plan *plan, uint32_t index, int dir_fd, pds_pool *pool,
-                            bool drop, unsigned char *to) {
+                            bool past_cache, unsigned char *to) {
   const pds_file *file = &plan->files[index];
-  copy_job job = {.to = to, .bytes = file->bytes, .drop = drop};
-  job.ahead = CHUNK * pds_pool_threads(pool);
+  copy_job job = {.direct = -1, .to = to, .bytes = file->bytes};
   PDS_RETURN_IF_ERROR(pds_open_file(dir_fd, file->path, file->bytes, &job.fd));
+#if defined(O_DIRECT) && defined(POSIX_FADV_RANDOM)
+  if (past_cache) {
+    job.direct = openat(dir_fd, file->path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+    posix_fadvise(job.fd, 0, 0, POSIX_FADV_RANDOM); /* looking whether it is cached reads nothing */
+  }
+#else
+  (void)past_cache;
+#endif
   pds_pool_run(pool, copy_chunk, &job, (uint32_t)((file->bytes + CHUNK - 1) / CHUNK));
   close(job.fd);
+  if (job.direct >= 0) close(job.direct);
   int error = atomic_load_explicit(&job.error, memory_order_relaxed);
   if (!error) return PDS_OK;
   return pds_fail(PDS_ERR_PLAN_FILE, "%s: cannot be read: %s", file->path,
                   error > 0 ? strerror(error) : "the file became shorter");
 }
 
-static pds_status copy_files(const pds_plan *plan, int dir_fd, const pds_host *host, pds_pool *pool,
-                             bool drop, const unsigned char **files, pds_weights *out) {
+pds_status pds_weights_copy(const pds_plan *plan, int dir_fd, const pds_host *host, pds_pool *pool,
+                            bool past_cache, const unsigned char **files, pds_weights *out) {
   void *base;
   uint64_t total = pds_layout_weights(plan);
   PDS_RETURN_IF_ERROR(pds_map_anon(total, "weights", &base));
@@ -105,7 +142,7 @@ static pds_status copy_files(const pds_plan *plan, int dir_fd, const pds_host *h
   unsigned char *to = base;
   pds_pool_open(pool);
   for (uint32_t i = 0; i < plan->n_files && status == PDS_OK; i++) {
-    status = copy_file(plan, i, dir_fd, pool, drop, to);
+    status = copy_file(plan, i, dir_fd, pool, past_cache, to);
     files[i] = to;
     out->bytes += plan->files[i].bytes;
     to += pds_round_up(plan->files[i].bytes, PDS_FILE_GRAIN);
@@ -168,8 +205,8 @@ pds_status pds_weights_load(const pds_plan *plan, int dir_fd, int32_t asked, con
   if (out->mode == PDS_WEIGHTS_COPY && need > 0) {
     /* What stays in the page cache makes the next load faster, but is memory in use twice: only
      * where there is plenty. */
-    bool drop = need > available / 4;
-    pds_status status = copy_files(plan, dir_fd, host, pool, drop, files, out);
+    bool past_cache = need > available / 4;
+    pds_status status = pds_weights_copy(plan, dir_fd, host, pool, past_cache, files, out);
     if (status != PDS_ERR_MEMORY || asked == PDS_WEIGHTS_COPY) return status;
     out->mode = PDS_WEIGHTS_MMAP;
     snprintf(out->why, sizeof out->why, "the operating system refused %llu MiB", mib);

@@ -28,6 +28,10 @@ typedef struct pds_weights {
 pds_status pds_weights_load(const pds_plan *plan, int dir_fd, int32_t asked, const pds_host *host,
                             pds_pool *pool, const unsigned char **files, pds_weights *out);
 
+/* The copy alone. `past_cache`: the page cache holds no more of the files than before. */
+pds_status pds_weights_copy(const pds_plan *plan, int dir_fd, const pds_host *host, pds_pool *pool,
+                            bool past_cache, const unsigned char **files, pds_weights *out);
+
 void pds_weights_unload(const pds_plan *plan, const unsigned char **files, pds_weights *weights);
 
 #endif

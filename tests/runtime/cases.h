@@ -5,6 +5,7 @@
   X(pool)                                                                                          \
   X(kv)                                                                                            \
   X(sample)                                                                                        \
+  X(weights)                                                                                       \
   X(engine)                                                                                        \
   X(fork)                                                                                          \
   X(kernels)

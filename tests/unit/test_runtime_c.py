@@ -53,7 +53,7 @@ def test_address_and_undefined_behaviour_sanitizers(tmp_path: Path) -> None:
 def test_thread_sanitizer(tmp_path: Path) -> None:
     """The kernels know no threads: one path is enough here."""
     built = sanitized(tmp_path, test_program.TSAN, ("scalar",))
-    test_program.check(built.run("base", "pool", "engine"))
+    test_program.check(built.run("base", "pool", "weights", "engine"))
 
 
 @pytest.mark.verify
@@ -73,7 +73,7 @@ def test_built_by_zig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # All but fork: qemu aborts when a program with threads forks.
-ON_EMULATORS = ("base", "pool", "kv", "sample", "engine", "kernels")
+ON_EMULATORS = ("base", "pool", "kv", "sample", "weights", "engine", "kernels")
 
 
 def emulated(program: test_program.TestProgram, cpu: str, *cases: str) -> None:
