@@ -136,10 +136,16 @@ __attribute__((target("avx512f,avx512vnni"))) static double dot_int8(int rounds,
     uint8_t rows[16];                                                                              \
   } config = {.palette = 1};                                                                       \
   for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;                       \
-  __asm__ volatile("" ::"m"(config)); /* gcc takes ldtilecfg to read 8 bytes of it */             \
+  __asm__ volatile("" ::"m"(config)); /* gcc takes ldtilecfg to read 8 bytes of it */              \
   _tile_loadconfig(&config);                                                                       \
-  _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);                                      \
-  _tile_zero(4); _tile_zero(5); _tile_zero(6); _tile_zero(7)
+  _tile_zero(0);                                                                                   \
+  _tile_zero(1);                                                                                   \
+  _tile_zero(2);                                                                                   \
+  _tile_zero(3);                                                                                   \
+  _tile_zero(4);                                                                                   \
+  _tile_zero(5);                                                                                   \
+  _tile_zero(6);                                                                                   \
+  _tile_zero(7)
 
 __attribute__((target("amx-tile,amx-bf16"))) static double tile_bf16(int rounds, float *sink) {
   (void)sink;

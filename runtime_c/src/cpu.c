@@ -24,7 +24,12 @@
 #if defined(__x86_64__)
 
 enum { EAX, EBX, ECX, EDX };
-enum { XMM_YMM = 0x6, OPMASK_ZMM = 0xE6, TILES = 0x60006, TILE_DATA = 18 }; /* XCR0 bits (Intel SDM vol. 1, 13.3) */
+enum {
+  XMM_YMM = 0x6,
+  OPMASK_ZMM = 0xE6,
+  TILES = 0x60006,
+  TILE_DATA = 18
+}; /* XCR0 bits (Intel SDM vol. 1, 13.3) */
 
 typedef struct cpu_feature {
   const char *name;

@@ -23,7 +23,7 @@ struct pds_engine {
   unsigned char *thread_scratch;
   uint64_t bytes, weight_bytes;
   uint32_t threads;
-  uint32_t l2_bytes; /* second-level cache of a core; 0: unknown */
+  uint32_t l2_bytes;     /* second-level cache of a core; 0: unknown */
   pid_t pid;             /* the process that created it: workers do not survive fork */
   _Atomic uint32_t refs; /* itself and its sessions; the last one frees it */
 };

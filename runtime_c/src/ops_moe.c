@@ -168,8 +168,8 @@ static expert_jobs routed_jobs(pds_step_ctx *ctx, uint32_t layer, const pds_hole
   expert_jobs jobs = {
       .gate_up =
           pds_swiglu_of(ctx, &l->experts, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, 0),
-      .down = pds_gemm_of(ctx, &l->experts.down, mid, mid_stride,
-                          pds_buf(ctx, PDS_BUF_EXPERT_OUT), stride, 0, PDS_OUT_F32)};
+      .down = pds_gemm_of(ctx, &l->experts.down, mid, mid_stride, pds_buf(ctx, PDS_BUF_EXPERT_OUT),
+                          stride, 0, PDS_OUT_F32)};
   jobs.gate_up.gemm.x_div = l->gate.top_k;
   jobs.gate_up.select = select_gate_up;
   jobs.gate_up.y_step = mid_bytes;
@@ -205,8 +205,8 @@ void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole 
   const uint32_t stride = pds_ceil(ctx->plan->hidden, 32), mid_stride = pds_ceil(shared->inter, 32);
   void *mid = pds_buf(ctx, PDS_BUF_MID_SHARED);
   expert_jobs routed = routed_jobs(ctx, layer, holes, n_holes);
-  pds_gemm_job gate_up = pds_swiglu_of(ctx, shared, pds_buf(ctx, PDS_BUF_XACT), stride, mid,
-                                       mid_stride, ctx->rows);
+  pds_gemm_job gate_up =
+      pds_swiglu_of(ctx, shared, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, ctx->rows);
   pds_gemm_job down = pds_gemm_of(ctx, &shared->down, mid, mid_stride,
                                   pds_buf(ctx, PDS_BUF_SHARED_OUT), stride, ctx->rows, PDS_OUT_F32);
   pds_run_gemms_together(ctx, &gate_up, &routed.gate_up);
