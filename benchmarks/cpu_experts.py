@@ -225,9 +225,7 @@ def measure(
         size = float(np.median([b / n for _, b, n in runs]))
         gb, gflop = size / times["median"] / 1e9, shape.flop(tokens) / times["median"] / 1e9
         limit = max(gb / read, gflop / compute)
-        table.append(
-            Row(name, dtype, tokens, times, gb, gflop, gb / read, gflop / compute, limit)
-        )
+        table.append(Row(name, dtype, tokens, times, gb, gflop, gb / read, gflop / compute, limit))
     return table
 
 
@@ -369,13 +367,12 @@ def print_table(rows: list[Row], out: dict[str, Any]) -> None:
         print(note)
     print(
         f"{'model':18}{'dtype':6}{'tokens':>7}{'ms min':>9}{'median':>9}{'max':>9}{'GB/s':>8}"
-        f"{'GFLOP/s':>9}{'of read':>9}{'of comp':>9}{'limit':>7}" + "".join(f"{p:>11}" for p in PEERS)
+        f"{'GFLOP/s':>9}{'of read':>9}{'of comp':>9}{'limit':>7}"
+        + "".join(f"{p:>11}" for p in PEERS)
     )
     for r in rows:
         times = "".join(f"{1e3 * r.seconds[k]:9.2f}" for k in ("min", "median", "max"))
-        peers = "".join(
-            f"{r.peers[p]:10.2f}x" if p in r.peers else f"{'-':>11}" for p in PEERS
-        )
+        peers = "".join(f"{r.peers[p]:10.2f}x" if p in r.peers else f"{'-':>11}" for p in PEERS)
         print(
             f"{r.model:18}{r.dtype:6}{r.tokens:7}{times}{r.gb_per_second:8.1f}"
             f"{r.gflop_per_second:9.0f}{r.of_read:9.0%}{r.of_compute:9.0%}{r.of_limit:7.0%}{peers}"
