@@ -9,9 +9,6 @@ bytes a token reads, the read rates of decode and of ceilings.c, and their ratio
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import ceilings, spread, usable_cores
 
 import pdscope
 from pdscope import config
-from pdscope.compiler.build import find_compiler
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -64,25 +61,6 @@ def bytes_per_token() -> int:
     return int(c["num_hidden_layers"] * (attention + gate + experts) + head)
 
 
-def build_ceiling(folder: Path) -> Path:
-    source = Path(__file__).with_name("ceilings.c")
-    program = folder / "ceilings"
-    command = [*find_compiler().command, "-O3", "-pthread", "-o", program, source]
-    subprocess.run(command, check=True)
-    return program
-
-
-def read_ceiling(program: Path, threads: int) -> float:
-    """GB/s over a region of a token's size, so that caches help both measurements alike."""
-    done = subprocess.run(
-        [program, "read", str(threads), "1", str(bytes_per_token() / 2**30)],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return float(done.stdout)
-
-
 def decode_rate(engine: pdscope.Engine, tokens: int, rng: np.random.Generator) -> float:
     """Tokens per second of decode steps on random tokens, behind a context of 64."""
     ids = [int(i) for i in rng.integers(0, CONFIG["vocab_size"], 64 + tokens)]
@@ -94,51 +72,50 @@ def decode_rate(engine: pdscope.Engine, tokens: int, rng: np.random.Generator) -
     return tokens / (time.perf_counter() - began)
 
 
-def make_plan(plan: Path, scratch: Path) -> None:
+def make_plan(plan: Path, context: int = CONTEXT) -> None:
     if (plan / "plan.json").exists():
         return
-    model = scratch / "qwen3-4-layers"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(CONFIG))
-    print(f"compiling a dummy model into {plan} (6 GB)", file=sys.stderr)
-    pdscope.compile(model, plan, load_format="dummy", dtype="bf16", max_context=CONTEXT)
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "qwen3-4-layers"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(CONFIG))
+        print(f"compiling a dummy model into {plan} (6 GB)", file=sys.stderr)
+        pdscope.compile(
+            model, plan, load_format="dummy", dtype="bf16", max_context=context, max_rows=512
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plan", type=Path, default=config.cache_dir() / "bench-qwen3-4-layers")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     size = bytes_per_token()
-    ceilings: list[float] = []
+    limits: list[float] = []
     rates: list[float] = []
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        make_plan(asked.plan, scratch)
-        program = build_ceiling(scratch)
-        rng = np.random.default_rng(0)
-        with pdscope.load(asked.plan, threads=asked.threads) as engine:
-            isa = engine.info.isa
-            decode_rate(engine, asked.tokens, rng)  # brings the weights into memory
-            for _ in range(asked.rounds):
-                ceilings.append(read_ceiling(program, asked.threads))
-                rates.append(decode_rate(engine, asked.tokens, rng))
+    make_plan(asked.plan)
+    rng = np.random.default_rng(0)
+    with (
+        ceilings(asked.threads) as tools,
+        pdscope.load(asked.plan, threads=asked.threads) as engine,
+    ):
+        isa = engine.info.isa
+        decode_rate(engine, asked.tokens, rng)  # brings the weights into memory
+        for _ in range(asked.rounds):
+            limits.append(tools.measure("read", bytes_per_token()) or 0)
+            rates.append(decode_rate(engine, asked.tokens, rng))
     reads = [rate * size / 1e9 for rate in rates]
-    ratios = [read / ceiling for read, ceiling in zip(reads, ceilings, strict=True)]
+    ratios = [read / ceiling for read, ceiling in zip(reads, limits, strict=True)]
     result = {
         "threads": asked.threads,
         "kernel_path": isa,
         "bytes_per_token": size,
         "tokens_per_second": spread(rates),
         "decode_gb_per_second": spread(reads),
-        "ceiling_gb_per_second": spread(ceilings),
+        "ceiling_gb_per_second": spread(limits),
         "ratio": spread(ratios),
     }
     if asked.json:

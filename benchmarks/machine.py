@@ -20,8 +20,10 @@ class Ceilings:
     def __init__(self, program: Path, threads: int, seconds: float) -> None:
         self.program, self.threads, self.seconds = program, threads, seconds
 
-    def measure(self, mode: str) -> float | None:
+    def measure(self, mode: str, read_bytes: int = 2 << 30) -> float | None:
+        """read_bytes: size of the region that `read` goes over."""
         command = [self.program, mode, str(self.threads), str(self.seconds)]
+        command.append(str(read_bytes / 2**30))
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         text = done.stdout.strip()
         return None if text == "absent" else float(text)

@@ -13,7 +13,7 @@ enum {
   AMX_GROUPS = 8, /* groups of rows that share one pass over the panels */
   AMX_K_TILES =
       16,        /* of two panels at a time, so that these 32 KiB stay in the first-level cache */
-  AMX_AHEAD = 4, /* tiles to prefetch ahead where panels are only streamed */
+  AMX_AHEAD = 2, /* tiles to prefetch ahead where panels are only streamed */
   AMX_TILE_BYTES = 1024,
   AMX_X_BYTES = 512 * 1024, /* copied rows of x: 8 groups of k = 2048; in the second-level cache. */
   AMX_SUM_BYTES = 128 * 1024 /* Both are on the worker's stack (PDS_STACK_BYTES). */
@@ -29,7 +29,7 @@ typedef struct amx_block {
   ptrdiff_t ahead, jump; /* from a B tile to the one to prefetch, before tile `turn` and from it
                             on; 0: none */
   uint32_t line, lines;  /* which of its 16 lines */
-  float *sum[2];         /* of each group, [16][sum_row / 4] */
+  float *sum[2];         /* of each group, or of each pair of panels: [16][sum_row / 4] */
   size_t sum_row;        /* bytes */
   int first;             /* sums start at zero */
 } amx_block;
@@ -41,17 +41,24 @@ typedef struct amx_config {
   uint8_t rows[16];
 } amx_config;
 
-/* Sums in tiles 0-3, A in 4 and 5, B in 6 and 7. `rows`: of A and the sums. */
+/* Sums in tiles 0-3, A in 4, B in 6 and 7; 5: A of a second group, which has 16 rows, or B.
+ * `rows`: of A and the sums. */
 PDS_INLINE void amx_configure(uint32_t rows) {
   amx_config config = {.palette = 1};
   for (int i = 0; i < 8; i++) {
     config.row_bytes[i] = 64;
-    config.rows[i] = i < 6 ? (uint8_t)rows : 16;
+    config.rows[i] = i < 5 ? (uint8_t)rows : 16;
   }
   __asm__ volatile("" ::"m"(config)); /* gcc takes the next to read 8 bytes of it */
   _tile_loadconfig(&config);
 }
 
+PDS_INLINE void amx_prefetch_tile(const unsigned char *tile) {
+  PDS_UNROLL
+  for (int i = 0; i < 16; i++) __builtin_prefetch(tile + 64 * i, 0, 3);
+}
+
+/* A part of the tile. */
 PDS_INLINE void amx_prefetch(const unsigned char *tile, const amx_block *k) {
   for (uint32_t i = k->line; i < k->line + k->lines; i++) __builtin_prefetch(tile + 64 * i, 0, 3);
 }
@@ -122,6 +129,50 @@ PDS_INLINE void amx_1x2(const amx_block *k) {
   _tile_stored(1, k->sum[0] + PDS_LANES, k->sum_row);
 }
 
+/* Few rows only stream panels: four of them at a time, which memory serves faster than two. */
+PDS_INLINE void amx_1x4(const amx_block *k) {
+  const unsigned char *a = k->a[0], *b0 = k->b, *b1 = b0 + k->b_panel, *b2 = b1 + k->b_panel,
+                      *b3 = b2 + k->b_panel;
+  if (k->first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, k->sum[0], k->sum_row);
+    _tile_loadd(1, k->sum[0] + PDS_LANES, k->sum_row);
+    _tile_loadd(2, k->sum[1], k->sum_row);
+    _tile_loadd(3, k->sum[1] + PDS_LANES, k->sum_row);
+  }
+  for (uint32_t t = 0; t < k->tiles; t++) {
+    const ptrdiff_t ahead = t < k->turn ? k->ahead : k->jump;
+    _tile_loadd(4, a, k->a_row);
+    _tile_loadd(5, b0, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, b1, 64);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, b2, 64);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_loadd(5, b3, 64);
+    _tile_dpbf16ps(3, 4, 5);
+    if (ahead) {
+      amx_prefetch_tile(b0 + ahead);
+      amx_prefetch_tile(b1 + ahead);
+      amx_prefetch_tile(b2 + ahead);
+      amx_prefetch_tile(b3 + ahead);
+    }
+    a += k->a_step;
+    b0 += AMX_TILE_BYTES;
+    b1 += AMX_TILE_BYTES;
+    b2 += AMX_TILE_BYTES;
+    b3 += AMX_TILE_BYTES;
+  }
+  _tile_stored(0, k->sum[0], k->sum_row);
+  _tile_stored(1, k->sum[0] + PDS_LANES, k->sum_row);
+  _tile_stored(2, k->sum[1], k->sum_row);
+  _tile_stored(3, k->sum[1] + PDS_LANES, k->sum_row);
+}
+
 /* The first row of group i's tile: the last group reaches back to have 16 rows. */
 PDS_INLINE uint32_t amx_first_row(const pds_gemm *g, uint32_t group) {
   const uint32_t own = group * AMX_ROWS;
@@ -162,22 +213,30 @@ static int amx_rows_lie_well(const pds_gemm *g) {
   return !g->x_index && (uintptr_t)g->x % 64 == 0 && g->x_stride * 2 % 64 == 0;
 }
 
+typedef enum amx_shape { AMX_1x2, AMX_1x4, AMX_2x2 } amx_shape;
+
+PDS_INLINE void amx_multiply(const amx_block *k, amx_shape shape) {
+  if (shape == AMX_2x2) {
+    amx_2x2(k);
+  } else if (shape == AMX_1x4) {
+    amx_1x4(k);
+  } else {
+    amx_1x2(k);
+  }
+}
+
 /* One block, its K remainder too: B's last tile is copied, because what follows it in memory may
  * be anything. */
-PDS_INLINE void amx_run(const pds_gemm *g, amx_block k, uint32_t groups, uint32_t k0) {
-  const uint32_t whole = (g->k - k0) / 32;
+static void amx_run(const pds_gemm *g, amx_block k, amx_shape shape, uint32_t k0) {
+  const uint32_t whole = (g->k - k0) / 32, panels = shape == AMX_1x4 ? 4 : 2;
   const int remainder = whole < k.tiles;
   if (remainder) k.tiles = whole;
-  if (groups == 2) {
-    amx_2x2(&k);
-  } else {
-    amx_1x2(&k);
-  }
+  amx_multiply(&k, shape);
   if (!remainder) return;
-  unsigned char last[2 * AMX_TILE_BYTES] __attribute__((aligned(64)));
+  unsigned char last[4 * AMX_TILE_BYTES] __attribute__((aligned(64)));
   const size_t bytes = (size_t)(g->k - k0) % 32 / 2 * 64;
   memset(last, 0, sizeof last);
-  for (int p = 0; p < 2; p++) {
+  for (uint32_t p = 0; p < panels; p++) {
     memcpy(last + p * AMX_TILE_BYTES, k.b + p * k.b_panel + (size_t)whole * AMX_TILE_BYTES, bytes);
   }
   k.b = last;
@@ -187,11 +246,7 @@ PDS_INLINE void amx_run(const pds_gemm *g, amx_block k, uint32_t groups, uint32_
   k.tiles = 1;
   k.ahead = k.jump = 0;
   k.first = 0;
-  if (groups == 2) {
-    amx_2x2(&k);
-  } else {
-    amx_1x2(&k);
-  }
+  amx_multiply(&k, shape);
 }
 
 /* Columns [col, col + cols) of the rows that `group` owns, from sums that start at its tile. */
@@ -236,14 +291,26 @@ PDS_INLINE void amx_operands(const amx_pass *p, uint32_t at, uint32_t n, amx_blo
   k->a_step = p->in_place ? 64 : AMX_TILE_BYTES;
 }
 
-/* All groups of the pass times panels `panel` and the next. `next`: from these tiles to those that
- * follow in this pass, which each pair of groups prefetches a part of. */
-PDS_INLINE void amx_pair(const amx_pass *p, const int swiglu, uint32_t panel, float *sums,
-                         ptrdiff_t next) {
+/* Finishes panels `panel` and the next for n groups, or for one group its n pairs of panels. */
+PDS_INLINE void amx_finish_pairs(const amx_pass *p, const int swiglu, uint32_t panel,
+                                 uint32_t group, uint32_t groups, uint32_t pairs,
+                                 const amx_block *k) {
   const pds_gemm *g = p->g;
   const uint32_t width = swiglu ? PDS_LANES : 2 * PDS_LANES;
-  const uint32_t col = panel / 2 * width, left = g->cols - col;
-  const uint32_t k_end = p->k0 + p->tiles * 32, turns = (p->groups + 1) / 2;
+  for (uint32_t j = 0; j < groups * pairs; j++) {
+    const uint32_t first = panel + (pairs > 1 ? 2 * j : 0), col = first / 2 * width;
+    amx_finish(g, swiglu, p->first_group + group + (groups > 1 ? j : 0), k->sum[j], k->sum_row, col,
+               g->cols - col < width ? g->cols - col : width, first + 2 >= p->panels);
+  }
+}
+
+/* All groups of the pass times `pairs` pairs of panels: 1, or 2 where the pass has one group.
+ * `next`: from these tiles to those that follow in this pass, which each pair of groups prefetches
+ * a part of. */
+PDS_INLINE void amx_panels(const amx_pass *p, const int swiglu, uint32_t panel, uint32_t pairs,
+                           float *sums, ptrdiff_t next) {
+  const pds_gemm *g = p->g;
+  const uint32_t turns = (p->groups + 1) / 2;
   amx_block k = {.b = (const unsigned char *)g->w + panel * g->panel_stride + (size_t)p->k0 * 32,
                  .b_panel = panel + 1 < p->panels ? g->panel_stride : 0,
                  .sum_row = 2 * PDS_LANES * sizeof *sums,
@@ -262,13 +329,10 @@ PDS_INLINE void amx_pair(const amx_pass *p, const int swiglu, uint32_t panel, fl
       if (next) k.jump = next - (ptrdiff_t)k.turn * AMX_TILE_BYTES;
     }
     amx_operands(p, i, n, &k);
-    for (uint32_t j = 0; j < n; j++) k.sum[j] = sums + (size_t)(i + j) * AMX_ROWS * 2 * PDS_LANES;
-    amx_run(g, k, n, p->k0);
-    if (k_end < g->k) continue;
-    for (uint32_t j = 0; j < n; j++) {
-      amx_finish(g, swiglu, p->first_group + i + j, k.sum[j], k.sum_row, col,
-                 left < width ? left : width, panel + 2 >= p->panels);
-    }
+    k.sum[0] = sums + (size_t)i * AMX_ROWS * 2 * PDS_LANES;
+    k.sum[1] = k.sum[0] + (size_t)AMX_ROWS * 2 * PDS_LANES;
+    amx_run(g, k, n == 2 ? AMX_2x2 : pairs == 2 ? AMX_1x4 : AMX_1x2, p->k0);
+    if (p->k0 + p->tiles * 32 >= g->k) amx_finish_pairs(p, swiglu, panel, i, n, pairs, &k);
   }
 }
 
@@ -301,9 +365,10 @@ PDS_INLINE void amx_rows(amx_pass *p, const int swiglu, uint32_t part) {
       p->k0 = t * 32;
       p->tiles = k_tiles - t < part ? k_tiles - t : part;
       if (!p->in_place) amx_copy(p);
-      for (uint32_t panel = p0; panel < p1; panel += 2) {
-        ptrdiff_t next = 2 * (ptrdiff_t)g->panel_stride;
-        if (panel + 2 >= p1) { /* this block's first panels further on, or the next block's */
+      for (uint32_t panel = p0, step; panel < p1; panel += step) {
+        step = p->groups == 1 && panel + 4 <= p1 ? 4 : 2;
+        ptrdiff_t next = step * (ptrdiff_t)g->panel_stride;
+        if (panel + step >= p1) { /* this block's first panels further on, or the next block's */
           const ptrdiff_t here = (ptrdiff_t)panel * (ptrdiff_t)g->panel_stride + p->k0 * 32;
           const int more = t + part < k_tiles;
           next = (ptrdiff_t)(more ? p0 : p1) * (ptrdiff_t)g->panel_stride +
@@ -311,7 +376,7 @@ PDS_INLINE void amx_rows(amx_pass *p, const int swiglu, uint32_t part) {
           if (!more && p1 == p->panels) next = 0;
         }
         float *sums = p->sums + (part >= k_tiles ? 0 : (panel - p0) / 2 * pair_floats);
-        amx_pair(p, swiglu, panel, sums, next);
+        amx_panels(p, swiglu, panel, step / 2, sums, next);
       }
     }
   }

@@ -218,7 +218,13 @@ def mlp64(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> 
 
 
 def run_moe(
-    step: Step, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, hidden: int, shared: bool
+    step: Step,
+    x: np.ndarray,
+    ids: np.ndarray,
+    weights: np.ndarray,
+    hidden: int,
+    shared: bool,
+    joint: bool = True,
 ) -> np.ndarray:
     """recompile, experts, shared expert, combine onto a residual of ones."""
     n, k = ids.shape
@@ -230,8 +236,12 @@ def run_moe(
     hid[...] = 1
     step.call("recompile", 0)
     if shared:
-        step.call("shared_expert", 0)
-    step.call("expert", 0, step.ctx.cpu_holes, step.ctx.n_cpu_holes)
+        if joint:
+            step.call("shared_and_expert", 0, step.ctx.cpu_holes, step.ctx.n_cpu_holes)
+        else:
+            step.call("shared_expert", 0)
+    if not (shared and joint):
+        step.call("expert", 0, step.ctx.cpu_holes, step.ctx.n_cpu_holes)
     step.call("combine", 0, int(shared))
     return hid[:, :hidden].copy()
 
@@ -325,6 +335,8 @@ def test_bits_do_not_depend_on_threads_order_or_company(act: str, path: str) -> 
         for threads, backwards in [(1, False), (2, True), (7, False), (64, True)]
     ]
     assert all((o == outputs[0]).all() for o in outputs)
+    apart = run_moe(Step(model, path, 3), x, ids, weights, hidden, True, joint=False)
+    assert (apart == outputs[0]).all(), "shared and routed experts one after the other"
     step = Step(model, path)
     for r in (0, 41, 89):
         alone = run_moe(step, x[r : r + 1], ids[r : r + 1], weights[r : r + 1], hidden, True)
