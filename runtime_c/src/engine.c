@@ -13,9 +13,6 @@
 #include "exec.h"
 #include "map.h"
 
-/* Between two steps of a decode loop a caller samples and maybe runs some Python. */
-#define LINGER_NS 200000u
-
 pds_status pds_engine_check_fork(const pds_engine *engine) {
   if (engine->pid == getpid()) return PDS_OK;
   return pds_fail(PDS_ERR_FORKED,
@@ -137,8 +134,6 @@ static void place_workers(pds_engine *engine, const pds_host *host, int32_t pin)
   if (!why) say_cpus(engine, host);
   if (!why) why = pin == PDS_PIN_ON ? "asked for" : "auto: all physical cores are ours";
   snprintf(engine->cpus_why, sizeof engine->cpus_why, "%s", why);
-  /* Looking out for the next step costs nobody anything where every worker has a core. */
-  if (!host->quota && engine->threads <= host->cores) pds_pool_linger(engine->pool, LINGER_NS);
 }
 
 static pds_status start(pds_engine *engine, const pds_engine_layout *at, const pds_host *host,

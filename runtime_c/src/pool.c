@@ -17,7 +17,6 @@
 
 #include "cpu.h"
 #include "memory.h"
-#include "trace.h"
 
 /* Turns of the spin loop before the core is offered to others, so that one core, or more threads
  * than cores, still make progress: about 20 microseconds of pause instructions. */
@@ -36,10 +35,8 @@ struct pds_pool {
   pthread_cond_t turn; /* callers of pds_pool_open: `serving` changed */
   uint64_t next_ticket, serving;
   bool quit;
-  uint32_t sleeping; /* workers that wait for `wake` */
   uint32_t threads;
   worker *workers;
-  uint64_t linger_ns;
   bool pinned;
   bool moved;                /* the open step's caller is on `core` for its duration */
   pds_cpu_set core, callers; /* worker 0's core; what the caller's affinity was */
@@ -94,34 +91,17 @@ void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items) {
   while (atomic_load_explicit(&pool->done, memory_order_acquire) != items) spin(&turns);
 }
 
-/* Whether another step opens while it is worth looking out for. */
-static bool follows(const pds_pool *pool) {
-  if (!pool->linger_ns) return false;
-  uint64_t end = pds_now_ns() + pool->linger_ns;
-  do {
-    for (int i = 0; i < 16; i++) {
-      if (atomic_load_explicit(&pool->open, memory_order_relaxed)) return true;
-      pds_cpu_relax();
-    }
-  } while (pds_now_ns() < end);
-  return false;
-}
-
 static void *worker_main(void *argument) {
   worker *self = argument;
   pds_pool *pool = self->pool;
   pds_fp_default();
-  for (bool first = true;; first = false) {
-    if (first || !follows(pool)) {
-      pthread_mutex_lock(&pool->mutex);
-      pool->sleeping++;
-      while (!pool->quit && !atomic_load_explicit(&pool->open, memory_order_relaxed))
-        pthread_cond_wait(&pool->wake, &pool->mutex);
-      pool->sleeping--;
-      bool quit = pool->quit;
-      pthread_mutex_unlock(&pool->mutex);
-      if (quit) return NULL;
-    }
+  for (;;) {
+    pthread_mutex_lock(&pool->mutex);
+    while (!pool->quit && !atomic_load_explicit(&pool->open, memory_order_relaxed))
+      pthread_cond_wait(&pool->wake, &pool->mutex);
+    bool quit = pool->quit;
+    pthread_mutex_unlock(&pool->mutex);
+    if (quit) return NULL;
     uint32_t turns = 0;
     while (atomic_load_explicit(&pool->open, memory_order_relaxed)) {
       if (drain(pool, self->index))
@@ -194,10 +174,6 @@ void pds_pool_destroy(pds_pool *pool) {
   pthread_mutex_destroy(&pool->mutex);
 }
 
-void pds_pool_linger(pds_pool *pool, uint64_t ns) {
-  pool->linger_ns = ns;
-}
-
 /* --- affinity --- */
 
 static bool set_affinity(pthread_t thread, const pds_cpu_set *set) {
@@ -266,7 +242,7 @@ void pds_pool_open(pds_pool *pool) {
   uint64_t ticket = pool->next_ticket++;
   while (pool->serving != ticket) pthread_cond_wait(&pool->turn, &pool->mutex);
   atomic_store_explicit(&pool->open, true, memory_order_relaxed);
-  if (pool->sleeping) pthread_cond_broadcast(&pool->wake);
+  if (pool->threads > 1) pthread_cond_broadcast(&pool->wake);
   pthread_mutex_unlock(&pool->mutex);
   if (pool->pinned) pin_caller(pool);
 }

@@ -1,5 +1,5 @@
-/* pool.h: the worker threads of an engine. Workers spin only while a step is open, and for the
- * fraction of a millisecond that the next one may follow in; else they sleep. */
+/* pool.h: the worker threads of an engine. Workers spin only while a step is open and sleep between
+ * steps: looking out for the next step a while longer was measured not to pay. */
 #ifndef PDS_POOL_H
 #define PDS_POOL_H
 
@@ -26,9 +26,6 @@ void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items);
  * `workers` threads * PDS_WORKER_BYTES, `stacks` (threads - 1) * PDS_STACK_BYTES; all zeroed. On
  * failure no thread is left. */
 pds_status pds_pool_create(void *pool, void *workers, unsigned char *stacks, uint32_t threads);
-/* Before the first step: for how long workers look out for the next step after one has closed,
- * before they sleep. 0 where cores are scarce. */
-void pds_pool_linger(pds_pool *pool, uint64_t ns);
 /* Before the first step: each worker stays on a core of its own (pds_host_core). The caller of a
  * step is moved to that of worker 0 in pds_pool_open() and gets its own affinity back in
  * pds_pool_close(). False, with nothing changed, where the system does not let us. */

@@ -110,24 +110,6 @@ static void turns(void) {
   close_pool(&f);
 }
 
-/* Steps in quick succession, which lingering workers join without having slept, and slow ones. */
-static void lingering(void) {
-  fixture f;
-  open_pool(&f, 3);
-  pds_pool_linger(f.pool, 100000);
-  static job j;
-  memset(&j, 0, sizeof j);
-  j.threads = 3;
-  for (int step = 0; step < 200; step++) {
-    pds_pool_open(f.pool);
-    pds_pool_run(f.pool, count, &j, 100);
-    pds_pool_close(f.pool);
-    if (step % 20 == 0) usleep(1000);
-  }
-  for (int item = 0; item < 100; item++) CHECK_EQ(j.ran[item], 200);
-  close_pool(&f);
-}
-
 #if defined(__linux__)
 typedef struct seen {
   _Atomic uint32_t strayed; /* items run by a worker off its core */
@@ -183,7 +165,6 @@ static double process_seconds(void) {
 static void idle(void) {
   fixture f;
   open_pool(&f, 4);
-  pds_pool_linger(f.pool, 200000);
   pds_pool_open(f.pool);
   pds_pool_run(f.pool, nothing, NULL, 100);
   pds_pool_close(f.pool);
@@ -199,7 +180,6 @@ void case_pool(void) {
   once_each(2);
   once_each(9); /* more than the cores of most test machines */
   turns();
-  lingering();
   pinned();
   idle();
 }

@@ -51,6 +51,7 @@ def test_json(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert speed["stddev"] == pytest.approx(statistics.stdev(samples))
         assert speed["min"] <= speed["median"] <= speed["max"]
         assert entry["threads"] == 2 and entry["isa"] == "fake"
+        assert entry["placement"]["threads"] == 2 and entry["placement"]["weights"] == "mmap"
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,15 @@ def test_stdin_is_the_prompt_without_its_last_newline(invoke: Invoke, plan: str)
         assert json.loads(done.out)["text"] == " world", data
 
 
+def test_json_says_where_threads_and_weights_are(invoke: Invoke, plan: str) -> None:
+    for pin, weights, cpus in (("on", "copy", [0]), ("off", "mmap", [])):
+        options = ("--pin", pin, "--weights", weights)
+        said = json.loads(invoke(run.main, plan, "-p", "C", "-n", "1", "--json", *options).out)
+        assert said["placement"]["weights"] == weights
+        assert said["placement"]["pinned_cpus"] == cpus
+        assert said["placement"]["threads"] == said["threads"]
+
+
 def test_json(invoke: Invoke, plan: str) -> None:
     done = invoke(run.main, plan, "-p", "Hello", "-n", "4", "--json", "--seed", "3")
     report = json.loads(done.out)

@@ -83,7 +83,7 @@ def test_one_core(plan: Path, threads: int, pin: str) -> None:
 def test_idle_is_idle(plan: Path, threads: int) -> None:
     with pdscope.load(plan, threads=threads) as engine:
         engine.prefill([1, 2, 3])
-        time.sleep(0.05)  # the workers stop looking out for a next step
+        time.sleep(0.05)  # the workers notice that the step is over
         begin = time.process_time()
         time.sleep(0.5)
         assert time.process_time() - begin < 0.01
