@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,9 @@ from pdscope.compiler.passmanager import (
     PassManager,
     PassResult,
     Workspace,
+    check_replaceable,
     publish,
+    recover,
     sha256_file,
     writing,
 )
@@ -207,9 +210,13 @@ def compile_model(
             )
     if out is None:
         raise InputError("compile: an output directory is needed, except for a dry run")
-    destination = Path(out).absolute()
+    if not str(out):
+        raise InputError("compile: the output directory has an empty name")
+    destination = Path(os.path.realpath(out))  # what a link points to is what gets replaced
     _check_destination(destination, force)
     with _workspace(destination) as workspace:
+        recover(destination)
+        _check_destination(destination, force)
         pipeline = Pipeline(source, target, workspace, after_pass)
         memory = pipeline.analyse()
         _check_space(destination, pipeline.lowered, workspace)
@@ -401,7 +408,9 @@ def _check_destination(out: Path, force: bool) -> None:
         return
     if not (out / "plan.json").is_file():
         raise PlanError(f"{out}: is not empty and holds no plan; choose another directory")
-    if not force:
+    if force:
+        check_replaceable(out)
+    else:
         raise PlanError(f"{out}: already holds a plan; --force replaces it")
 
 
@@ -420,9 +429,11 @@ def _check_space(out: Path, model: LoweredModel, workspace: Workspace) -> None:
 def _workspace(out: Path) -> Iterator[Workspace]:
     """The directory `.NAME.partial` beside the plan, locked; kept when a compile is interrupted."""
     root = out.parent / f".{out.name}.partial"
+    new = [p for p in (out.parent, *out.parent.parents) if not p.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as e:
+        _remove_empty(new)
         raise PlanError(f"{out}: cannot be created: {e.strerror}") from e
     with (root / "lock").open("w") as lock:
         try:
@@ -432,9 +443,18 @@ def _workspace(out: Path) -> Iterator[Workspace]:
         try:
             yield Workspace(root)
         except PdscopeError as e:
-            if not isinstance(e, BudgetError):  # nothing that a second try could use
+            packed = (root / "plan" / "weights").exists()
+            if not packed or not isinstance(e, BudgetError):  # no use to a second try
                 shutil.rmtree(root, ignore_errors=True)
+                _remove_empty(new)
             raise
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """Innermost first, as far as they are empty."""
+    with contextlib.suppress(OSError):
+        for directory in directories:
+            directory.rmdir()
 
 
 def pass_summary(passes: Sequence[PassResult]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ pdscope.{errors,config}.
 """
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
@@ -195,26 +196,100 @@ def disk_errors(target: Path) -> Iterator[None]:
 
 def publish(workspace: Workspace, out: Path, replace: bool) -> None:
     """Make the finished workspace the plan: flush everything, then rename. `replace` swaps an old
-    plan out."""
+    plan out, in one step where the system can."""
+    _remove_others(workspace)
     for directory, _, names in os.walk(workspace.plan):
         for name in names:
             _fsync(Path(directory) / name)
         _fsync(Path(directory))
     old = None
     if out.exists():
-        if replace and (out / "plan.json").exists():
-            old = out.with_name(f".{out.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(out, old)
-        elif any(out.iterdir()):
+        if not any(out.iterdir()):
+            out.rmdir()
+        elif not replace:
             raise PlanError(f"{out}: is not empty; choose another directory")
         else:
-            out.rmdir()
+            check_replaceable(out)
+            # From here on the workspace may hold the old plan, which no record is about.
+            shutil.rmtree(workspace.root / "passes", ignore_errors=True)
+            if _exchange(workspace.plan, out):
+                _fsync(out.parent)
+                shutil.rmtree(workspace.root, ignore_errors=True)
+                return
+            old = old_plan(out)
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(out, old)
     os.rename(workspace.plan, out)
     _fsync(out.parent)
     shutil.rmtree(workspace.root, ignore_errors=True)
     if old is not None:
         shutil.rmtree(old)
+
+
+def old_plan(out: Path) -> Path:
+    """Where a replaced plan is for a moment, if two directories cannot be exchanged."""
+    return out.with_name(f".{out.name}.old")
+
+
+def recover(out: Path) -> None:
+    """Tidy up behind a compile that was killed while it replaced a plan: the old plan goes back if
+    the new one did not come."""
+    old = old_plan(out)
+    try:
+        check_replaceable(old)
+    except (PlanError, OSError):
+        return
+    if out.exists():
+        shutil.rmtree(old)
+    else:
+        os.rename(old, out)
+
+
+def check_replaceable(out: Path) -> None:
+    """PlanError unless the directory holds a plan and nothing besides: the rest may be precious."""
+    try:
+        manifest = json.loads((out / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        manifest = None
+    known = isinstance(manifest, dict) and manifest.keys() >= {"format_version", "plan_hash"}
+    if not known or not isinstance(manifest.get("files"), dict):
+        raise PlanError(
+            f"{out}: is not empty and holds no plan; choose another directory, or empty it"
+        )
+    for directory, folders, names in os.walk(out):
+        links = [f for f in folders if (Path(directory) / f).is_symlink()]
+        for name in sorted(names + links):
+            path = (Path(directory) / name).relative_to(out).as_posix()
+            if path != "plan.json" and path not in manifest["files"]:
+                raise PlanError(
+                    f"{out}: holds {path}, which does not belong to the plan and would be lost; "
+                    "move it away, or choose another directory"
+                )
+
+
+def _remove_others(workspace: Workspace) -> None:
+    """A workspace may hold files of an interrupted compile of another model."""
+    wanted = {*workspace.files(), "plan.json"}
+    for directory, _, names in os.walk(workspace.plan, topdown=False):
+        for name in names:
+            path = Path(directory) / name
+            if path.relative_to(workspace.plan).as_posix() not in wanted:
+                path.unlink()
+        if Path(directory) != workspace.plan and not any(Path(directory).iterdir()):
+            os.rmdir(directory)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two directories in one step; False where the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    at_cwd, exchange = -100, 2
+    done: int = renameat2(
+        at_cwd, ctypes.c_char_p(os.fsencode(a)), at_cwd, ctypes.c_char_p(os.fsencode(b)), exchange
+    )
+    return done == 0
 
 
 def _fsync(path: Path) -> None:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from pdscope.compiler.passmanager import PassManager, Workspace, publish, writing
+from pdscope.compiler import passmanager
+from pdscope.compiler.passmanager import (
+    PassManager,
+    Workspace,
+    old_plan,
+    publish,
+    recover,
+    writing,
+)
 from pdscope.errors import BudgetError, PlanError
 
 
@@ -91,13 +99,57 @@ def test_publish_never_replaces_what_is_no_plan(tmp_path: Path) -> None:
     assert (out / "thesis.txt").read_text() == "precious"
 
 
-def test_publish_swaps_an_old_plan(tmp_path: Path) -> None:
+def publish_plan(root: Path, text: str) -> None:
+    """A plan of one file, published as root/out."""
+    ws = Workspace(root / "partial")
+    PassManager(ws, "code").run(Upper(text))
+    manifest = {"format_version": 1, "plan_hash": text, "files": {"upper.txt": {}}}
+    ws.write("plan.json", json.dumps(manifest))
+    publish(ws, root / "out", replace=True)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_publish_swaps_an_old_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(passmanager, "_exchange", lambda a, b: False)
+    for text in ("one", "two"):
+        publish_plan(tmp_path, text)
+        assert (tmp_path / "out" / "upper.txt").read_text() == text.upper()
+        assert json.loads((tmp_path / "out" / "plan.json").read_text())["plan_hash"] == text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_publish_leaves_out_what_no_pass_wrote(tmp_path: Path) -> None:
+    """Files of an interrupted compile of another model are in the same workspace."""
+    ws = Workspace(tmp_path / "partial")
+    for name in ("weights/layer099.bin", "upper.txt.part"):
+        ws.write(name, "of another model")
+    publish_plan(tmp_path, "a")
+    names = sorted(p.name for p in (tmp_path / "out").rglob("*"))
+    assert names == ["plan.json", "upper.txt"]
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "plan.json"])
+def test_force_keeps_what_is_not_the_plans(tmp_path: Path, name: str) -> None:
+    publish_plan(tmp_path, "a")
+    (tmp_path / "out" / name).write_text("{}")
+    with pytest.raises(PlanError, match="thesis.txt" if name == "thesis.txt" else "no plan"):
+        publish_plan(tmp_path, "b")
+    assert (tmp_path / "out" / name).read_text() == "{}"
+    assert (tmp_path / "out" / "upper.txt").read_text() == "A"
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_kill_between_two_renames_loses_no_plan(tmp_path: Path, came: bool) -> None:
     out = tmp_path / "out"
-    for text in ("1", "2"):
-        ws = Workspace(tmp_path / "partial")
-        ws.write("plan.json", json.dumps({"n": text}))
-        publish(ws, out, replace=True)
-        assert json.loads((out / "plan.json").read_text()) == {"n": text}
+    publish_plan(tmp_path, "a")
+    out.rename(old_plan(out))
+    if came:
+        publish_plan(tmp_path, "b")
+    recover(out)
+    assert (out / "upper.txt").read_text() == ("B" if came else "A")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
