@@ -122,14 +122,22 @@ class Engine:
         self._lock = threading.Lock()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._main: Session | None = None
-        self._handle: EngineHandle | None = EngineHandle(
-            plan,
+        options = (
             threads or config.threads(),
             isa or config.forced_isa(),
             _choice("pin", pin or config.pin(), PIN),
             _choice("weights", weights or config.weights(), WEIGHTS),
         )
-        self.info = _info(self._handle)
+        self._handle: EngineHandle | None = None
+        try:
+            handle = EngineHandle(plan, *options)
+            plan.hold()
+        except PdscopeError:
+            plan.check_unchanged()  # then what failed is a mixture of two plans
+            raise
+        plan.check_unchanged()
+        self._handle = handle
+        self.info = _info(handle)
         _check_same(plan, self.info)
 
     @property

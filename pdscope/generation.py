@@ -111,20 +111,26 @@ class Request:
                 "prompt, or "
                 "recompile with a larger --max-context"
             )
+        if max_new_tokens is not None:
+            max_new_tokens = session._whole("max_new_tokens", max_new_tokens)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
         room = limit + 1 - len(ids)  # the last token needs no place in the KV
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        try:
+            stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        except TypeError:
+            raise InputError(f"stop is {stop!r}, expected a text or a list of texts") from None
         StopStrings(stop)
         if stop and plan.data["tokenizer"]["file"] is None:
             raise InputError("stop strings need a tokenizer, and the plan has none")
         return cls(
             ids=ids,
             sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-            max_new_tokens=room if max_new_tokens is None else max_new_tokens,
+            # One more than fits, so that the context, and not the count, is what ends it.
+            max_new_tokens=room + 1 if max_new_tokens is None else max_new_tokens,
             stop=stop,
             eos=frozenset(() if ignore_eos else plan.eos),
-            seq=seq,
+            seq=session._sequence("seq", seq),
             reuse_prefix=reuse_prefix,
         )
 
@@ -142,9 +148,14 @@ def _prompt_ids(
         if not chat:
             return session._token_ids(engine.tokenizer.encode(prompt), "generate from")
         prompt = [{"role": "user", "content": prompt}]
-    elif prompt is None or not len(prompt):
+    elif prompt is None or isinstance(prompt, Mapping) or not hasattr(prompt, "__len__"):
+        raise InputError("prompt: expected text, a list of token ids, or a list of messages")
+    elif not len(prompt):
         raise InputError("the prompt is empty: give text, token ids or messages")
-    if isinstance(prompt[0], Mapping):
+    if isinstance(prompt, Sequence) and isinstance(prompt[0], Mapping):
+        taken = {"messages", "template", "add_generation_prompt"} & set(chat_options or {})
+        if taken - {"add_generation_prompt"}:
+            raise InputError(f"chat_options: {min(taken)!r} is not an option of a template")
         ids = engine.tokenizer.encode_chat(prompt, **(chat_options or {}))  # type: ignore[arg-type]
         return session._token_ids(ids, "generate from")
     return session._token_ids(prompt, "generate from")  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ each forward gets whole rows of ids, and the session's sequences that share the 
 with a row are kept, forked or cut. So beam search reorders by forking KV blocks.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +24,10 @@ from pdscope.generation import shared_beginning
 from pdscope.plan import Plan
 from pdscope.session import Session
 
-_REFUSED = ("inputs_embeds", "labels", "past_key_values", "cache", "output_attentions")
+_REFUSED = (
+    *("inputs_embeds", "labels", "past_key_values", "cache"),
+    *("output_attentions", "output_hidden_states"),
+)
 
 
 class PdscopeConfig(PretrainedConfig):  # type: ignore[no-untyped-call, unused-ignore]
@@ -61,7 +65,8 @@ class PdscopeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-u
         config.architectures = [cls.__name__]
         model = cls(config, engine, kv_tokens)
         if "generation_config.json" in engine.plan.files:
-            model.generation_config = GenerationConfig.from_pretrained(str(engine.plan.path))
+            held = json.loads(engine.plan.read_text("generation_config.json"))
+            model.generation_config = GenerationConfig.from_dict(held)
         for name, value in generation.items():
             key = f"{name}_token_id"
             if getattr(model.generation_config, key, None) is None:
@@ -101,7 +106,7 @@ class PdscopeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-u
         attention_mask: torch.Tensor | None = None,
         logits_to_keep: int = 0,
         **others: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple[torch.Tensor]:
         """Logits float32 [rows, kept, vocab] of whole rows of ids [rows, length].
 
         attention_mask [rows, length]: 0 marks padding, on either side; logits there are 0.
@@ -115,7 +120,11 @@ class PdscopeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-u
                 )
         if input_ids is None or input_ids.dim() != 2:
             raise InputError("input_ids: expected token ids of shape [rows, length]")
-        ids = input_ids.detach().cpu().numpy().astype(np.int32)
+        ids = _checked_ids(input_ids, self.engine.info.vocab)
+        if isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int):
+            raise InputError("logits_to_keep: expected a count of positions, as a plain integer")
+        if logits_to_keep < 0:
+            raise InputError(f"logits_to_keep is {logits_to_keep}, expected 0 (all) or a count")
         mask = np.ones(ids.shape, bool)
         if attention_mask is not None:
             if tuple(attention_mask.shape) != ids.shape:
@@ -125,6 +134,7 @@ class PdscopeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-u
             mask = attention_mask.detach().cpu().numpy().astype(bool)
         if not mask.any(axis=1).all():
             raise InputError("attention_mask: a row has no token")
+        _check_positions(others.get("position_ids"), mask)
         length = ids.shape[1]
         kept = min(logits_to_keep, length) or length
         # Positions, padding included, whose logits are wanted.
@@ -133,7 +143,10 @@ class PdscopeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-u
         out = np.zeros((ids.shape[0], kept, self.engine.info.vocab), np.float32)
         rows, columns = np.nonzero(wanted)
         out[rows, columns - (length - kept)] = self._run(ids, mask, wanted)
-        return CausalLMOutputWithPast(logits=torch.from_numpy(out))
+        logits = torch.from_numpy(out)
+        if others.get("return_dict") is False:
+            return (logits,)
+        return CausalLMOutputWithPast(logits=logits)
 
     def close(self) -> None:
         """Frees the plan; may be called again."""
@@ -193,6 +206,31 @@ class PdscopeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-u
                     session.fork(seq, seqs[-1])
             keep.append(shared[row][seq])
         return seqs, keep
+
+
+def _checked_ids(input_ids: torch.Tensor, vocab: int) -> NDArray[np.int32]:
+    array = input_ids.detach().cpu().numpy()
+    if array.dtype.kind not in "iu":
+        raise InputError(f"input_ids: expected integers, found {input_ids.dtype}")
+    if not array.size:
+        raise InputError(f"input_ids: empty, of shape {array.shape}: give at least one token")
+    if array.min() < 0 or array.max() >= vocab:
+        raise InputError(f"input_ids: a token id is outside the model's vocabulary of {vocab}")
+    return array.astype(np.int32)
+
+
+def _check_positions(given: torch.Tensor | None, mask: NDArray[np.bool_]) -> None:
+    """A plan counts each row's tokens from 0; other positions it cannot run."""
+    if given is None:
+        return
+    counted = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+    found = given.detach().cpu().numpy()
+    if found.ndim == 1:
+        found = found[None, :]
+    if found.ndim != 2 or found.shape[-1] != mask.shape[1] or found.shape[0] not in (1, len(mask)):
+        raise InputError(f"position_ids has shape {found.shape}, expected {mask.shape}")
+    if ((found != counted) & mask).any():
+        raise InputError("position_ids: a plan counts each row's tokens from 0, without a gap")
 
 
 def _steps(

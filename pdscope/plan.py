@@ -6,9 +6,10 @@ out, so that pdscope-inspect answers at once.
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +27,10 @@ class Plan:
 
     path: Path
     data: dict[str, Any]  # plan.json
+    # What the directory was when plan.json was read; () where nobody asked.
+    identity: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    # Content of files that a loaded engine reads later, when the path may show another plan.
+    held: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> Self:
@@ -35,7 +40,9 @@ class Plan:
         Raises PlanError naming the file, the field and the remedy. Which machine may run the plan
         is another question: `check_machine`.
         """
-        plan = cls(Path(path), _read(Path(path)))
+        identity = _identity(Path(path))
+        plan = cls(Path(path), _read(Path(path)), identity)
+        plan._check_tokens()
         plan._check_sizes()
         if verify:
             check_full(plan.data)
@@ -124,9 +131,34 @@ class Plan:
     def read_text(self, name: str) -> str:
         """The text of one of the plan's files."""
         try:
-            return (self.path / name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return self.read_bytes(name).decode("utf-8")
+        except UnicodeDecodeError as error:
             raise PlanError(f"{self.path / name}: {error}: recompile the model") from None
+
+    def read_bytes(self, name: str) -> bytes:
+        """One of the plan's files, as it was at `hold` if it was held."""
+        if name in self.held:
+            return self.held[name]
+        try:
+            return (self.path / name).read_bytes()
+        except OSError as error:
+            raise PlanError(f"{self.path / name}: {error}: recompile the model") from None
+
+    def hold(self) -> None:
+        """Reads what belongs to the tokenizer now, so that a later plan at the same path cannot mix
+        in.
+        """
+        names = (self.data["tokenizer"]["file"], "tokenizer_config.json", "chat_template.jinja")
+        for name in (*names, "generation_config.json"):
+            if name in self.files and name not in self.held:
+                self.held[name] = self.read_bytes(name)
+
+    def check_unchanged(self) -> None:
+        """Raises PlanError when the path no longer shows the plan that was opened."""
+        if self.identity and _identity(self.path) != self.identity:
+            raise PlanError(
+                f"{self.path}: the plan was replaced while it was being loaded: load it again"
+            )
 
     def check_machine(self) -> None:
         """Raises TargetError when this machine's CPU cannot run the plan, naming what it lacks."""
@@ -173,6 +205,17 @@ class Plan:
         except ValueError as error:
             raise PlanError(f"{self.path / name}: not valid JSON ({error}): recompile") from None
         return loaded
+
+    def _check_tokens(self) -> None:
+        said = self.data["generation"]
+        singles = {name: said.get(name) for name in ("bos", "pad")}
+        named = [(name, token, 2**31) for name, token in singles.items() if token is not None]
+        for name, token, end in (*named, *(("eos", token, self.vocab) for token in said["eos"])):
+            if not 0 <= token < end:
+                raise PlanError(
+                    f"{self.path / 'plan.json'}: generation: {name} is {token}, outside the "
+                    f"vocabulary of {self.vocab}: the plan was edited; recompile the model"
+                )
 
     def _check_sizes(self) -> None:
         for name, entry in self.files.items():
@@ -248,6 +291,14 @@ def _read(path: Path) -> dict[str, Any]:
     check_light(data)
     checked: dict[str, Any] = data
     return checked
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    try:
+        folder, file = os.stat(path), os.stat(path / "plan.json")
+    except OSError:
+        return ()
+    return (folder.st_dev, folder.st_ino, file.st_dev, file.st_ino)
 
 
 def _sha256(file: Path, progress: Callable[[int], None] | None) -> str:

@@ -33,6 +33,14 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            real = isinstance(value, int | float | np.integer | np.floating)
+            _require(name, value, real and not isinstance(value, bool), "a number")
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            _require(name, value, whole or (name == "seed" and value is None), "a whole number")
         _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more")
         _require("top_k", self.top_k, 0 <= self.top_k < 2**31, "0 (off) or a count of tokens")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
@@ -54,7 +62,7 @@ class Sampling:
 
 def _require(name: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
-        raise InputError(f"{name} is {value}, expected {expected}")
+        raise InputError(f"{name} is {value!r}, expected {expected}")
 
 
 class Sampler:

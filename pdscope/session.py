@@ -5,6 +5,7 @@ session's lock, so threads that share a session take turns; for work at the same
 thread its own session.
 """
 
+import operator
 import os
 import threading
 import weakref
@@ -103,7 +104,10 @@ class Session:
         """
         ids = self._token_ids(tokens, "step")
         n = len(ids)
-        seq = np.broadcast_to(_integers("seqs", seqs), (n,))
+        seq = _integers("seqs", seqs)
+        if seq.shape not in ((), (n,)):
+            raise InputError(f"seqs has shape {seq.shape}, expected ({n},) as tokens")
+        seq = np.broadcast_to(seq, (n,))
         with self._operation(*np.unique(seq).tolist()):
             if n > len(self._token):
                 raise BudgetError(
@@ -115,7 +119,10 @@ class Session:
             want = np.zeros(n, np.uint8)
             want[-1] = 1
             if want_logits is not None:
-                want = np.asarray(want_logits).astype(bool).astype(np.uint8)
+                try:
+                    want = np.asarray(want_logits).astype(bool).astype(np.uint8)
+                except (TypeError, ValueError):
+                    raise InputError("want_logits: expected one boolean a row") from None
             for name, array in (("positions", where), ("want_logits", want)):
                 if array.shape != (n,):
                     raise InputError(f"{name} has shape {array.shape}, expected ({n},) as tokens")
@@ -131,13 +138,16 @@ class Session:
         more than one step are copied. On an error the sequence is as before.
         """
         tokens = self._token_ids(ids, "prefill")
+        seq = self._sequence("seq", seq)
         with self._operation(seq):
             return self._prefill(tokens, seq, all_logits)
 
     def decode(self, token: int, seq: int = 0) -> NDArray[np.float32]:
         """Appends one token to a sequence. Gives its logits [vocab]."""
+        token = _index("token", token)
         if not 0 <= token < self.engine.info.vocab:
-            raise self._token_error(int(token), None)
+            raise self._token_error(token, None)
+        seq = self._sequence("seq", seq)
         with self._operation(seq):
             return self._decode(token, self._length(seq), seq)
 
@@ -184,17 +194,20 @@ class Session:
 
     def length(self, seq: int = 0) -> int:
         """Tokens that a sequence holds."""
+        seq = self._sequence("seq", seq)
         with self._operation():
             return self._length(seq)
 
     def truncate(self, seq: int, tokens: int) -> None:
         """Keeps the first `tokens` tokens of a sequence."""
         _check_range("tokens", tokens, 0, 2**31)
+        seq = self._sequence("seq", seq)
         with self._operation(seq):
             self._truncate(seq, tokens)
 
     def fork(self, src: int, dst: int) -> None:
         """Makes sequence `dst` a copy of `src`; whole KV blocks are shared, not copied."""
+        src, dst = self._sequence("src", src), self._sequence("dst", dst)
         with self._operation(dst):
             self._check(self._lib.pds_seq_fork(self._pointer(), src, dst))
 
@@ -203,6 +216,7 @@ class Session:
 
         Only a session of the same plan can restore it.
         """
+        seq = self._sequence("seq", seq)
         with self._operation():
             size = ffi().new("uint64_t *")
             self._check(self._lib.pds_seq_save_size(self._pointer(), seq, size))
@@ -211,7 +225,14 @@ class Session:
             self._check(self._lib.pds_seq_save(self._pointer(), seq, memory, size[0]))
         if path is None:
             return bytes(data)
-        target = Path(path)
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():  # a device or a pipe: not to be replaced
+            try:
+                with target.open("wb") as file:
+                    file.write(data)
+            except OSError as error:
+                raise BudgetError(f"{target}: cannot be written: {error.strerror}") from None
+            return None
         aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             aside.write_bytes(data)
@@ -229,13 +250,17 @@ class Session:
                 saved = path.read_bytes()
             except OSError as error:
                 raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-        with self._operation(seq):
+        seq = self._sequence("seq", seq)
+        try:
             memory = ffi().from_buffer(saved)
-            self._check(self._lib.pds_seq_restore(self._pointer(), seq, memory, len(saved)))
+        except (TypeError, ValueError, BufferError) as error:
+            raise InputError(f"saved: expected contiguous bytes or a path: {error}") from None
+        with self._operation(seq):
+            self._check(self._lib.pds_seq_restore(self._pointer(), seq, memory, len(memory)))
 
     def reset(self, seq: int | None = None) -> None:
         """Empties one sequence, or all."""
-        seqs = range(self.max_seqs) if seq is None else (seq,)
+        seqs = range(self.max_seqs) if seq is None else (self._sequence("seq", seq),)
         with self._operation(*seqs):
             for each in seqs:
                 self._truncate(each, 0)
@@ -531,6 +556,19 @@ class Session:
             where[rows] = self._length(each) + np.arange(len(rows))
         return where
 
+    @staticmethod
+    def _whole(name: str, value: object) -> int:
+        return _index(name, value)
+
+    def _sequence(self, name: str, seq: int) -> int:
+        number = _index(name, seq)
+        if not 0 <= number < self.max_seqs:
+            raise InputError(
+                f"{name} is {number}: the session was made for {self.max_seqs} sequences, expected "
+                f"0 to {self.max_seqs - 1}"
+            )
+        return number
+
     def _token_ids(self, ids: ArrayLike, what: str) -> NDArray[np.int32]:
         array = _integers("tokens", ids)
         if array.ndim != 1:
@@ -552,7 +590,12 @@ class Session:
 
 
 def _integers(name: str, values: ArrayLike | Iterable[int]) -> NDArray[np.int32]:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{name}: expected integers in one dimension") from None
+    if isinstance(values, list | tuple) and any(isinstance(v, bool | np.bool_) for v in values):
+        raise InputError(f"{name}: expected integers, found a boolean")
     if array.size == 0:
         return np.empty(array.shape, np.int32)
     if array.dtype.kind not in "iu":
@@ -562,6 +605,16 @@ def _integers(name: str, values: ArrayLike | Iterable[int]) -> NDArray[np.int32]
     return array.astype(np.int32, copy=False)
 
 
+def _index(name: str, value: object) -> int:
+    if not isinstance(value, bool | np.bool_):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise InputError(f"{name} is {value!r}, expected an integer")
+
+
 def _check_range(name: str, value: int, low: int, high: int) -> None:
+    value = _index(name, value)
     if not low <= value < high:
         raise InputError(f"{name} is {value}, expected {low} to {high - 1}")

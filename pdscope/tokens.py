@@ -35,7 +35,9 @@ class Tokenizer:
                 "directory that has a tokenizer.json"
             )
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(plan.path / name))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(plan.read_bytes(name))
+        except PlanError:
+            raise
         except Exception as error:  # tokenizers raises plain Exception
             raise PlanError(f"{plan.path / name}: {error}: recompile the model") from None
         # A saved tokenizer may carry the truncation and padding of its training run.
@@ -156,6 +158,8 @@ class StopStrings:
     def __init__(self, stop: Sequence[str]) -> None:
         if isinstance(stop, str):
             stop = (stop,)
+        if not all(isinstance(each, str) for each in stop):
+            raise InputError(f"stop is {stop!r}, expected texts")
         if not all(stop):
             raise InputError("a stop string is empty: give text, or leave it out")
         self._stop = tuple(stop)

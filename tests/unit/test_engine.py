@@ -8,7 +8,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -495,3 +495,42 @@ def test_environment_chooses(plan: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PDSCOPE_ISA", "bogus")
     with pytest.raises(TargetError):
         pdscope.load(plan)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda e: e.decode(3.7),
+        lambda e: e.decode(True),
+        lambda e: e.prefill([1, True]),
+        lambda e: e.prefill([[1], [2, 3]]),
+        lambda e: e.main.step([1, 2, 3], seqs=[0, 1]),
+        lambda e: e.main.prefill([1], seq=2**40),
+        lambda e: e.main.decode(1, seq=1.0),
+        lambda e: e.main.length(None),
+        lambda e: e.generate([1], seq=2**40),
+        lambda e: e.generate({"role": "user"}),
+        lambda e: e.generate([1], stop=None),
+        lambda e: e.generate([1], stop=[5]),
+        lambda e: e.generate([1], temperature="a"),
+        lambda e: e.generate([1], temperature=1.0, seed=1.5),
+        lambda e: e.generate([1], max_new_tokens=2.5),
+        lambda e: e.generate("Hello", chat=True, chat_options={"messages": []}),
+        lambda e: e.restore(memoryview(bytes(64))[::2]),
+    ],
+)
+def test_arguments_of_wrong_kind(
+    engine: pdscope.Engine, call: Callable[[pdscope.Engine], object]
+) -> None:
+    """Holds: every misuse is an InputError, never another exception."""
+    with pytest.raises(InputError):
+        call(engine)
+
+
+def test_save_keeps_links_and_pipes(engine: pdscope.Engine, tmp_path: Path) -> None:
+    engine.prefill([1, 2])
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    engine.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").stat().st_size > 0
+    engine.save("/dev/null")
+    assert not Path("/dev/null").is_file()

@@ -152,3 +152,29 @@ def test_generate_is_the_reference(
             model.generate(prompts, attention_mask=mask, max_new_tokens=10, **options).tolist()  # type: ignore[operator]
         )
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        (torch.tensor([[1.5, 2.0]]), {}),
+        (torch.tensor([[True, False]]), {}),
+        (torch.tensor([[2**40]]), {}),
+        (torch.empty((0, 3), dtype=torch.long), {}),
+        (torch.tensor([[1, 2]]), {"position_ids": torch.tensor([[4, 9]])}),
+        (torch.tensor([[1, 2]]), {"logits_to_keep": -1}),
+        (torch.tensor([[1, 2]]), {"logits_to_keep": torch.tensor([1])}),
+        (torch.tensor([[1, 2]]), {"output_hidden_states": True}),
+        (torch.tensor([[1, 2]]), {"output_attentions": True}),
+    ],
+)
+def test_forward_refuses(
+    fake: PdscopeForCausalLM, tokens: torch.Tensor, options: dict[str, object]
+) -> None:
+    with pytest.raises(InputError):
+        fake(tokens, **options)
+
+
+def test_forward_gives_a_tuple(fake: PdscopeForCausalLM) -> None:
+    (logits,) = fake(ids([1, 2]), position_ids=ids([0, 1]), return_dict=False)
+    assert logits.shape[:2] == (1, 2)

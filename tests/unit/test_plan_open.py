@@ -265,3 +265,33 @@ def test_light_check_is_quick(plan: Path) -> None:
     begin = time.perf_counter()
     check_light(data)
     assert time.perf_counter() - begin < 0.1
+
+
+def replace(plan: Path, aside: Path) -> None:
+    """What --force does: another plan comes to the same path."""
+    shutil.copytree(plan, aside)
+    plan.rename(aside.with_name("old"))
+    aside.rename(plan)
+
+
+def test_engine_keeps_its_tokenizer_after_a_replacement(plan: Path, tmp_path: Path) -> None:
+    with pdscope.load(plan) as engine:
+        replace(plan, tmp_path / "aside")
+        (plan / "tokenizer.json").write_text("{}")
+        (plan / "tokenizer_config.json").write_text("{}")
+        assert engine.tokenizer.encode_chat([{"role": "user", "content": "Hello"}]).size > 0
+
+
+def test_plan_replaced_while_loading(plan: Path, tmp_path: Path) -> None:
+    opened = Plan.open(plan)
+    replace(plan, tmp_path / "aside")
+    with pytest.raises(PlanError, match="replaced while it was being loaded: load it again"):
+        pdscope.load(opened)
+    pdscope.load(plan).close()
+
+
+@pytest.mark.parametrize(("name", "value"), [("eos", [2**31]), ("eos", [64]), ("bos", 2**31)])
+def test_edited_token_ids(plan: Path, name: str, value: object) -> None:
+    edit(plan, lambda d: d["generation"].update({name: value}))
+    with pytest.raises(PlanError, match=f"generation: {name} is .*outside the vocabulary"):
+        Plan.open(plan)
