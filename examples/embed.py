@@ -30,13 +30,16 @@ def answer_side_by_side(engine: pdscope.Engine, new_tokens: int = 20) -> list[st
     with engine.session(max_seqs=len(prompts), kv_tokens=room) as session:
         rows = [session.prefill(prompt, seq=s) for s, prompt in enumerate(prompts)]
         answers = [[int(np.argmax(row))] for row in map(np.array, rows)]
-        everyone = range(len(prompts))
+        eos = engine.plan.eos
         for _ in range(new_tokens - 1):
+            going = [s for s, answer in enumerate(answers) if answer[-1] not in eos]
+            if not going:
+                break
             logits = session.step(
-                [a[-1] for a in answers], seqs=everyone, want_logits=[True] * len(answers)
+                [answers[s][-1] for s in going], seqs=going, want_logits=[True] * len(going)
             )
-            for answer, row in zip(answers, logits, strict=True):
-                answer.append(int(np.argmax(row)))
+            for s, row in zip(going, logits, strict=True):
+                answers[s].append(int(np.argmax(row)))
     return [tokenizer.decode(answer) for answer in answers]
 
 

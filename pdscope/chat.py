@@ -37,7 +37,7 @@ class ChatTemplate:
         if "chat_template.jinja" in plan.files:
             source = plan.read_text("chat_template.jinja")
         elif isinstance(source, list):  # several, by name
-            named = {t["name"]: t["template"] for t in source if isinstance(t, dict)}
+            named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
             source = named.get("default")
         if not isinstance(source, str):
             raise InputError(

@@ -28,7 +28,10 @@ def forced_isa() -> str | None:
 
 def threads() -> int:
     """PDSCOPE_THREADS: workers of an engine; 0 or unset: one per usable physical core."""
-    return _count("PDSCOPE_THREADS")
+    count = _count("PDSCOPE_THREADS")
+    if count > 1024:
+        raise InputError(f"PDSCOPE_THREADS: expected 0 to 1024, got '{count}'; correct or unset it")
+    return count
 
 
 def pin() -> str | None:
@@ -64,4 +67,7 @@ def _count(name: str) -> int:
     value = os.environ.get(name) or "0"
     if not value.isdecimal():
         raise InputError(f"{name}: expected a whole number, got '{value}'; correct or unset it")
-    return int(value)
+    try:
+        return int(value)
+    except ValueError:  # Python refuses thousands of digits
+        raise InputError(f"{name}: the number is too long; correct or unset it") from None

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -20,18 +20,26 @@ def write_trace(trace: Trace, path: str | Path, title: str) -> None:
     Slices carry layer (-1: prologue or epilogue), instruction index, rows, distinct experts and
     weight bytes read; times are microseconds from the first instruction.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():  # a device or a pipe: not to be replaced
+        with target.open("w", encoding="utf-8") as file:
+            _write(file, trace, title)
+        return
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with aside.open("w", encoding="utf-8") as file:
-            other = json.dumps({"plan": title, "dropped": trace.dropped})
-            file.write(f'{{"displayTimeUnit": "ns", "otherData": {other}, "traceEvents": [\n')
-            file.write(",\n".join(json.dumps(event) for event in _events(trace, title)))
-            file.write("\n]}\n")
+            _write(file, trace, title)
         os.replace(aside, target)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def _write(file: TextIO, trace: Trace, title: str) -> None:
+    other = json.dumps({"plan": title, "dropped": trace.dropped})
+    file.write(f'{{"displayTimeUnit": "ns", "otherData": {other}, "traceEvents": [\n')
+    file.write(",\n".join(json.dumps(event) for event in _events(trace, title)))
+    file.write("\n]}\n")
 
 
 def _events(trace: Trace, title: str) -> Iterator[dict[str, Any]]:

@@ -31,6 +31,7 @@ class Command(click.Command):
         if not standalone_mode:
             return super().main(args, name, complete_var, standalone_mode=False, **extra)
         try:
+            _reopen_closed()
             result = super().main(args, name, complete_var, standalone_mode=False, **extra)
             sys.stdout.flush()
         except click.ClickException as error:
@@ -52,6 +53,14 @@ class Command(click.Command):
             fail("out of memory: close other programs, or compile with a smaller --max-context")
         # click gives the status of --help and --version back as a number.
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _reopen_closed() -> None:
+    """Python has None for a stream that the shell closed (>&-): what is written there is lost."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], Command]:

@@ -27,6 +27,9 @@ def converse(engine: "Engine", system: str | None, options: dict[str, Any]) -> N
     while True:
         try:
             line = input("> ").strip()
+        except UnicodeDecodeError:
+            click.echo("error: the line is not valid UTF-8: type it again", err=True)
+            continue
         except EOFError:
             click.echo(err=True)
             return

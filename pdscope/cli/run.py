@@ -1,6 +1,7 @@
 """pdscope-run: a prompt in, text out."""
 
 import json
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -114,13 +115,13 @@ def main(
 
     PDSCOPE_DEBUG=1 says what was loaded, 2 adds timings, 6 sums up the instruction trace.
     """
-    conversation = chat and prompt is None and sys.stdin.isatty() and not as_json
-    if prompt is None and sys.stdin.isatty() and not conversation:
+    if trace_file is not None:
+        _check_trace_file(trace_file)
+    conversation = chat and prompt is None and not as_json and _terminal()
+    if prompt is None and _terminal() and not conversation:
         raise click.UsageError("Give --prompt, --chat, or a prompt on standard input.")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
-    if trace_file is not None and not trace_file.absolute().parent.is_dir():
-        raise InputError(f"--trace {trace_file}: there is no folder {trace_file.absolute().parent}")
     text = "" if conversation else _read_prompt(prompt)
     options["stop"] = list(options["stop"])
 
@@ -131,6 +132,11 @@ def main(
     load_seconds = time.perf_counter() - begin
     with engine:
         _say_loaded(engine, load_seconds)
+        if not engine.has_tokenizer:
+            raise InputError(
+                f"{plan}: this plan has no tokenizer and cannot take text: pass token ids with the "
+                "Python API, pdscope.load(plan).generate(ids)"
+            )
         with ExitStack() as stack:
             trace = _tracing(stack, engine, trace_file, options["max_new_tokens"], conversation)
             if conversation:
@@ -150,8 +156,25 @@ def main(
             _print_json(engine, completion, load_seconds)
 
 
+def _terminal() -> bool:
+    # Python has no sys.stdin when it was closed by the shell (<&-).
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _check_trace_file(file: Path) -> None:
+    """Before the model runs: whether the trace can be written at its end."""
+    target = Path(os.path.realpath(file))
+    if not target.parent.is_dir():
+        raise InputError(f"--trace {file}: there is no folder {target.parent}")
+    special = target.exists() and not target.is_file()
+    if not os.access(target if special else target.parent, os.W_OK):
+        raise InputError(f"--trace {file}: cannot be written: choose a folder that you may write")
+
+
 def _read_prompt(prompt: str | None) -> str:
     if prompt is None:
+        if sys.stdin is None:
+            raise InputError("standard input is closed: give --prompt")
         data = sys.stdin.buffer.read()
         try:
             prompt = data.decode("utf-8")
@@ -170,10 +193,17 @@ def _complete(engine: "Engine", prompt: Any, quiet: bool, options: dict[str, Any
     stream = engine.generate(prompt, stream=True, **options)
     if not quiet and engine.has_tokenizer and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
+    times: list[float] = []
+    last = time.perf_counter()
     for piece in stream:
+        now = time.perf_counter()
+        times.append((now - last) * 1e3)
+        last = now
         if piece and not quiet:
             sys.stdout.write(piece)
             sys.stdout.flush()
+    if config.debug_level() >= 2:
+        click.echo(_timings(times), err=True)
     completion = stream.completion
     assert completion is not None
     if not quiet:
@@ -181,6 +211,18 @@ def _complete(engine: "Engine", prompt: Any, quiet: bool, options: dict[str, Any
         sys.stdout.flush()
         click.echo(speeds(completion), err=True)
     return completion
+
+
+def _timings(times: list[float]) -> str:
+    """PDSCOPE_DEBUG=2; `times` are ms, of the prefill and then of each decode step."""
+    line, steps = f"prefill {times[0]:.2f} ms", times[1:]
+    if not steps:
+        return line
+    mean = sum(steps) / len(steps)
+    return (
+        f"{line}; {len(steps)} decode steps: mean {mean:.2f} ms, min {min(steps):.2f} ms, "
+        f"max {max(steps):.2f} ms"
+    )
 
 
 def speeds(completion: "Completion") -> str:

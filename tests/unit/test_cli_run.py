@@ -274,3 +274,29 @@ def test_running_imports_neither_torch_nor_transformers(plan: str) -> None:
         loaded = set(done.stderr.splitlines()[-1].split())
         heavy = {"torch", "transformers", "safetensors", "archspec", "jsonschema", "rich", "jinja2"}
         assert loaded & heavy == extra
+
+
+def test_closed_standard_streams(plan: str) -> None:
+    """Holds: status 1 with one line and no traceback."""
+    line = f"'{sys.executable}' -m pdscope.cli.run '{plan}'"
+    done = subprocess.run(["sh", "-c", line + " <&-"], capture_output=True, text=True)
+    assert done.returncode == 1 and "standard input is closed" in done.stderr
+    done = subprocess.run(["sh", "-c", line + " -p Hello -n 2 >&-"], capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
+def test_debug_2_says_timings(
+    invoke: Invoke, plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PDSCOPE_DEBUG", "2")
+    trace = tmp_path / "link.json"
+    trace.symlink_to(tmp_path / "real.json")
+    done = invoke(run.main, plan, "-p", "Hello", "-n", "4", "--trace", str(trace))
+    assert "3 decode steps: mean " in done.err
+    assert trace.is_symlink() and json.loads(trace.read_text())["traceEvents"]
+
+
+def test_threads_out_of_range(invoke: Invoke, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSCOPE_THREADS", "9" * 5000)
+    done = invoke(run.main, plan, "-p", "Hello")
+    assert done.status == 1 and "PDSCOPE_THREADS" in done.err
