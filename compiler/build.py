@@ -2,13 +2,15 @@
 
 May import `pdscope.runtime_c` (what to build), `pdscope.config` and `pdscope.errors`.
 
-Objects are cached by content: compiler, flags, the source and every header. The library's bytes
-depend on those alone, not on the directories involved. Code for more than the architecture's
-baseline is confined to the kernel files, each with the flags of its own path; never -march.
+Objects are cached by content (compiler, flags, the source and every header), each with its hash.
+The library's bytes depend on those alone, not on the directories involved. Code for more than the
+architecture's baseline is confined to the kernel files, each with the flags of its own path; never
+-march.
 """
 
 import errno
 import hashlib
+import json
 import os
 import platform
 import re
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pdscope import config, runtime_c
 from pdscope.errors import BudgetError, TargetError
@@ -118,8 +121,11 @@ def find_compiler(arch: str | None = None) -> Compiler:
     """
     arch = arch or machine()
     if asked := config.c_compiler():
-        command = tuple(shlex.split(asked))
-        compiler = _identify(command, arch)
+        try:
+            command = tuple(shlex.split(asked))
+        except ValueError:  # a quote that does not end
+            command = ()
+        compiler = _identify(command, arch) if command else None
         if compiler is None:
             raise TargetError(
                 f"C compiler '{asked}' (from PDSCOPE_CC or CC) cannot be run; "
@@ -226,7 +232,16 @@ def _build(
     ]
     units.append(_Unit(work, "plan.c", (), plan_c.encode()))
     store = config.cache_dir() / "objects"
-    store.mkdir(parents=True, exist_ok=True)
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=store).close()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise TargetError(
+            f"{store}: cannot be written ({error.strerror}); set PDSCOPE_CACHE to a directory that "
+            "can"
+        ) from error
     objects: list[Path] = []
     cached = 0
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -271,7 +286,7 @@ def _object(unit: _Unit, compiler: Compiler, headers: bytes, store: Path) -> tup
     digest.update("\0".join((unit.source, *flags)).encode() + b"\1" + headers)
     digest.update(unit.content)
     path = store / f"{digest.hexdigest()}.o"
-    if path.exists():
+    if _is_whole(path):
         return path, True
     root = runtime_c.ROOT
     includes = [f"-I{root / directory}" for directory in runtime_c.INCLUDE_DIRS]
@@ -280,8 +295,34 @@ def _object(unit: _Unit, compiler: Compiler, headers: bytes, store: Path) -> tup
         made = Path(name) / "out.o"
         command = [*compiler.command, *flags, *includes, *maps, "-c", unit.source, "-o", str(made)]
         _run(command, unit.directory, f"compiling {unit.source}")
-        _write_aside(path, made.read_bytes())
+        data = _made(made, command, unit.source)
+        _write_aside(path, data)
+        _write_aside(path.with_suffix(".json"), json.dumps(_seal(data)).encode())
     return path, False
+
+
+def _seal(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a cached object is what was stored: a crash or a bad disk may have damaged it."""
+    try:
+        seal = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        return bool(seal == _seal(path.read_bytes()))
+    except (OSError, ValueError):
+        return False
+
+
+def _made(path: Path, command: Sequence[str], what: str) -> bytes:
+    """What a compiler has made; one that reports success and makes nothing is no C compiler."""
+    data = path.read_bytes() if path.is_file() else b""
+    if not data:
+        raise TargetError(
+            f"'{shlex.join(command[:1])}' made nothing of {what}, so it is no C compiler; correct "
+            "PDSCOPE_CC (or CC), or unset it"
+        )
+    return data
 
 
 def _link(objects: Sequence[Path], compiler: Compiler, work: Path) -> bytes:
@@ -294,7 +335,13 @@ def _link(objects: Sequence[Path], compiler: Compiler, work: Path) -> bytes:
     flags = (*LINK_FLAGS, *(ZIG_LINK_FLAGS if compiler.zig else ()))
     command = [*compiler.command, *flags, *names, *LIBRARIES, "-o", made.name]
     _run(command, work, "linking the plan library")
-    return made.read_bytes()
+    data = _made(made, command, "the plan library")
+    if b"\0pds_abi_version\0" not in data:  # its name in the dynamic string table
+        raise TargetError(
+            f"'{shlex.join(command[:1])}' linked a library without pds_abi_version; set PDSCOPE_CC "
+            "to another C compiler"
+        )
+    return data
 
 
 def _run(command: Sequence[str], directory: Path, what: str) -> None:
@@ -343,6 +390,8 @@ def _write_aside(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         os.chmod(name, 0o755 if path.suffix == ".so" else 0o644)
         os.replace(name, path)
     except BaseException:

@@ -26,7 +26,12 @@ from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
 from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMemory
 from pdscope.compiler.passes.schedule import Schedule
-from pdscope.compiler.passes.tokenizer_files import TokenizerFiles, generation_ids, read_json
+from pdscope.compiler.passes.tokenizer_files import (
+    TokenizerFiles,
+    chat_template,
+    generation_ids,
+    read_json,
+)
 from pdscope.compiler.passes.trace_model import CheckSemantics, TraceModel
 from pdscope.compiler.passmanager import (
     PassManager,
@@ -46,6 +51,7 @@ from pdscope.ir.isa import ISA_HASH
 from pdscope.schema import FORMAT_VERSION, check_full
 
 DEFAULT_CONTEXT = 32768  # upper end of the default; the model's own limit if that is less
+MAX_CONTEXT = 2**31 - 1  # positions are 32-bit integers in the runtime
 DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -251,11 +257,23 @@ class Pipeline:
         self.manager.run(CheckSemantics(self.source, self.config_sha256))
         context = self._context(self.graph.max_context)
         self.lowered = Lower(self.source.dtype(self.graph), context).run(self.graph)
+        # Faults of small files come to light before the weights are read.
+        directory, notes = self.source.directory, self.source.notes
+        self.generation = generation_ids(directory, self.source.config, self.lowered.vocab)
+        self.chat, problem = chat_template(directory)
+        if problem is not None:
+            notes.append(problem)
         self.memory = PlanMemory(options.max_rows).run(self.lowered)
         self.manager.run(Schedule(self.lowered, self.memory.max_rows))
         program_bytes = self.workspace.path("program.bin").stat().st_size
         self.memory = self.memory.with_programs(program_bytes)
         self.manager.run(WriteMemory(self.memory))
+        session, total = self.memory.summary()["session"], _memory_total()
+        if session > total:
+            notes.append(
+                f"a session takes {session / 2**30:.1f} GiB, this machine has "
+                f"{total / 2**30:.1f} GiB of memory; a lower --max-context makes it smaller"
+            )
         return self.memory
 
     def finish(self) -> dict[str, Any]:
@@ -329,21 +347,13 @@ class Pipeline:
                 "isa_hash": f"{ISA_HASH:08x}",
             },
             "memory": self.memory.summary(),
-            "generation": generation_ids(self.source.directory, self.source.config),
+            "generation": self.generation,
             "tokenizer": {
                 "file": "tokenizer.json" if "tokenizer.json" in files else None,
-                "chat_template": self._has_chat_template(),
+                "chat_template": self.chat,
             },
             "files": {p: asdict(f) for p, f in files.items()},
         }
-
-    def _has_chat_template(self) -> bool:
-        path = self.workspace.path("tokenizer_config.json")
-        if self.workspace.path("chat_template.jinja").is_file():
-            return True
-        return path.is_file() and bool(
-            json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-        )
 
     def _context(self, limit: int) -> int:
         wanted = self.source.options.max_context
@@ -353,6 +363,8 @@ class Pipeline:
                     f"context {DEFAULT_CONTEXT} of the model's {limit}; --max-context raises it"
                 )
             return min(limit, DEFAULT_CONTEXT)
+        if wanted > MAX_CONTEXT:
+            raise BudgetError(f"--max-context {wanted}: a plan can hold at most {MAX_CONTEXT}")
         if wanted > limit:
             raise BudgetError(
                 f"--max-context {wanted}: the model was made for at most {limit} tokens "
@@ -397,6 +409,11 @@ def compiler_sha256() -> str:
                 digest.update(path.relative_to(root).as_posix().encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _memory_total() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_destination(out: Path, force: bool) -> None:

@@ -65,7 +65,7 @@ def read_config(path: Path | str) -> Config:
         raise ModelError(f"{file}: missing; a model directory needs a config.json")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not readable as JSON ({error}); download it again") from error
     if not isinstance(config, dict):
         raise ModelError(f"{file}: expected a JSON object; download it again")

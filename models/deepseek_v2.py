@@ -125,7 +125,7 @@ def _check(hf_config: Any, config: Config) -> None:
     if _grouped(hf_config):
         require_positive(hf_config, "n_group", "topk_group")
         groups, top_groups = hf_config.n_group, hf_config.topk_group
-    require_routing(hf_config.n_routed_experts, hf_config.num_experts_per_tok, groups, top_groups)
+    require_routing(hf_config, "n_routed_experts", groups, top_groups)
     if hf_config.mlp_bias:
         raise ModelError("config.json: mlp_bias is true; biases in the MLP are not supported")
 

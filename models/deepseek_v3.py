@@ -29,8 +29,8 @@ def _check(hf_config: Any, config: Config) -> None:
     require_value(config, "scoring_func", (None, "sigmoid"), "the gate's scores")
     require_value(config, "topk_method", (None, "noaux_tc"), "the gate's choice")
     require_routing(
-        hf_config.n_routed_experts,
-        hf_config.num_experts_per_tok,
+        hf_config,
+        "n_routed_experts",
         hf_config.n_group,
         hf_config.topk_group,
         per_group=2,

@@ -12,6 +12,7 @@ from typing import Any
 
 from pdscope.errors import ModelError
 from pdscope.ir.graph import GateAttrs, GqaAttrs, MlaAttrs, Rope
+from pdscope.ir.isa import MAX_EXPERTS, MAX_TOP_K
 
 Config = Mapping[str, Any]
 
@@ -81,9 +82,20 @@ def require_multiple(hf_config: Any, key: str, divisor: str) -> None:
 
 
 def require_routing(
-    experts: int, top_k: int, groups: int = 1, top_groups: int = 1, per_group: int = 1
+    hf_config: Any, experts_key: str, groups: int = 1, top_groups: int = 1, per_group: int = 1
 ) -> None:
     """Bounds of a gate. `per_group`: experts of a group that its score needs."""
+    experts, top_k = getattr(hf_config, experts_key), hf_config.num_experts_per_tok
+    if top_k > MAX_TOP_K:
+        raise ModelError(
+            f"config.json: num_experts_per_tok is {top_k}, expected at most {MAX_TOP_K}: PDScope's "
+            "programs route a token to no more experts"
+        )
+    if experts > MAX_EXPERTS:
+        raise ModelError(
+            f"config.json: {experts_key} is {experts}, expected at most {MAX_EXPERTS}: PDScope's "
+            "programs hold no more experts a layer"
+        )
     if top_k > experts:
         raise ModelError(
             f"config.json: num_experts_per_tok ({top_k}) is more than the number of experts "

@@ -21,7 +21,7 @@ def _check(hf_config: Any, config: Config) -> None:
     check_shared(hf_config, config)
     check_window(hf_config)
     require_positive(hf_config, "intermediate_size", "num_local_experts")
-    require_routing(hf_config.num_local_experts, hf_config.num_experts_per_tok)
+    require_routing(hf_config, "num_local_experts")
 
 
 def _attention(module: Any, rope: Rope, window: int | None) -> tuple[GqaAttrs, WeightNames]:

@@ -24,7 +24,7 @@ def _check(hf_config: Any, config: Config) -> None:
     check_shared(hf_config, config)
     require_positive(hf_config, "intermediate_size", "num_experts")
     require_multiple(hf_config, "hidden_size", "num_attention_heads")
-    require_routing(hf_config.num_experts, hf_config.num_experts_per_tok)
+    require_routing(hf_config, "num_experts")
     clip = hf_config.clip_qkv
     if clip is not None and not (isinstance(clip, int | float) and clip > 0):
         raise ModelError(f"config.json: clip_qkv is {clip!r}, expected a positive number or null")

@@ -30,7 +30,7 @@ def _check(hf_config: Any, config: Config) -> None:
     check_shared(hf_config, config)
     check_window(hf_config)
     require_positive(hf_config, "moe_intermediate_size", "num_experts", "decoder_sparse_step")
-    require_routing(hf_config.num_experts, hf_config.num_experts_per_tok)
+    require_routing(hf_config, "num_experts")
     dense = _dense_layers(hf_config)
     if dense:
         require_positive(hf_config, "intermediate_size")

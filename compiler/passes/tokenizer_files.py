@@ -73,26 +73,67 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ModelError names the file and the line otherwise."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ModelError(f"{path}: is not valid JSON: {e}") from e
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object")
     return value
 
 
-def generation_ids(model_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def generation_ids(model_dir: Path, config: Mapping[str, Any], vocab: int) -> dict[str, Any]:
     """bos, every eos and pad id: from generation_config.json, else from config.json, as
-    transformers does."""
+    transformers does. A pad of -1 is none. ModelError for an id that the model does not have."""
     path = model_dir / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
 
-    def pick(key: str) -> Any:
-        return generation[key] if generation.get(key) is not None else config.get(key)
+    def pick(key: str) -> tuple[str, Any]:
+        if generation.get(key) is not None:
+            return f"{path}: {key}", generation[key]
+        return f"{model_dir / 'config.json'}: {key}", config.get(key)
 
-    eos = pick("eos_token_id")
+    def one(where: str, value: Any, wanted: str = "an integer") -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab:
+            raise ModelError(
+                f"{where} is {value!r}, expected {wanted} from 0 to {vocab - 1} (vocab_size is "
+                f"{vocab}); take the file from the model's original repository"
+            )
+        return value
+
+    (bos_at, bos), (eos_at, eos), (pad_at, pad) = (
+        pick(f"{name}_token_id") for name in ("bos", "eos", "pad")
+    )
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ModelError(
-            f"{path}: eos_token_id: expected an integer or a list of integers, got {eos!r}"
-        )
-    return {"bos": pick("bos_token_id"), "eos": ids, "pad": pick("pad_token_id")}
+    none = pad is None or (pad == -1 and isinstance(pad, int))
+    return {
+        "bos": None if bos is None else one(bos_at, bos),
+        "eos": [one(eos_at, i, "an integer, or a list of them,") for i in ids],
+        "pad": None if none else one(pad_at, pad),
+    }
+
+
+def chat_template(model_dir: Path) -> tuple[bool, str | None]:
+    """Whether the model has a chat template that can be used, and what is wrong with one that
+    cannot."""
+    from pdscope.codegen_templates import _chat_template
+
+    file, config = model_dir / "chat_template.jinja", model_dir / "tokenizer_config.json"
+    source: object = None
+    if file.is_file():
+        source = file.read_text(encoding="utf-8", errors="replace")
+    elif config.is_file():
+        source = read_json(config).get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        if "default" not in named:
+            return False, "the chat templates have none named default; --chat cannot be used"
+        source = named["default"]
+    if not source:
+        return False, None
+    if not isinstance(source, str):
+        return False, "the chat template is no text; --chat cannot be used"
+    try:
+        _chat_template(source)
+    except Exception as e:  # jinja2's, for foreign text
+        reason = " ".join(str(e).split())[:200]
+        return False, f"the chat template is broken ({reason}); --chat cannot be used"
+    return True, None

@@ -69,7 +69,36 @@ def test_second_build_comes_from_the_cache(tmp_path: Path, cache: Path) -> None:
     second = make(tmp_path / "b.so", ("scalar",))
     assert second.from_cache == second.objects == first.objects
     assert second.sha256 == first.sha256
-    assert not [p for p in (cache / "objects").iterdir() if p.suffix != ".o"]
+    assert not [p for p in (cache / "objects").iterdir() if p.suffix not in (".o", ".json")]
+
+
+@pytest.mark.parametrize("damage", ["empty", "one byte", "no record"])
+def test_damaged_cache_is_built_again(tmp_path: Path, cache: Path, damage: str) -> None:
+    first = make(tmp_path / "a.so", ("scalar",))
+    for path in (cache / "objects").glob("*.o"):
+        data = path.read_bytes()
+        if damage == "no record":
+            path.with_suffix(".json").unlink()
+        else:
+            path.write_bytes(b"" if damage == "empty" else data[:-1] + bytes([data[-1] ^ 1]))
+    again = make(tmp_path / "b.so", ("scalar",))
+    assert (again.from_cache, again.sha256) == (0, first.sha256)
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PDSCOPE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(TargetError, match="PDSCOPE_CACHE"):
+        make(tmp_path / "lib.so", ("scalar",))
+
+
+@pytest.mark.parametrize("command", ['"', " ", "true"])
+def test_compiler_that_is_none(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("PDSCOPE_CC", command)
+    with pytest.raises(TargetError, match=f"'{command}'.*PDSCOPE_CC"):
+        make(tmp_path / "lib.so", ("scalar",))
 
 
 def test_bytes_do_not_depend_on_directories(

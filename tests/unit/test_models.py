@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.tiny_configs import random_tiny_config
 
+from pdscope.compiler.passes.tokenizer_files import chat_template, generation_ids
 from pdscope.compiler.trace import load_model, trace_config
 from pdscope.errors import ModelError
 from pdscope.ir.graph import GateAttrs, GqaAttrs, MlaAttrs, Op
@@ -212,3 +213,38 @@ def test_new_style_rope_parameters() -> None:
     scaling = {"rope_type" if k == "type" else k: v for k, v in old["rope_scaling"].items()}
     new["rope_parameters"] = scaling | {"rope_theta": old["rope_theta"]}
     assert trace_config(json.loads(json.dumps(new))).graph == trace_config(old).graph
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_experts_per_tok", 65), ("num_local_experts", 1025)]
+)
+def test_more_experts_than_a_program_holds(key: str, value: int) -> None:
+    config = random_tiny_config("mixtral", 0) | {"num_local_experts": 100, key: value}
+    refused(config, key, str(value), "at most")
+
+
+def test_deeply_nested_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("eos_token_id", [1, 99]), ("bos_token_id", -1), ("pad_token_id", "0")]
+)
+def test_token_ids_that_the_model_lacks(tmp_path: Path, key: str, value: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ModelError, match=f"generation_config.json: {key}"):
+        generation_ids(tmp_path, {}, 64)
+    (tmp_path / "generation_config.json").unlink()
+    assert generation_ids(tmp_path, {"pad_token_id": -1}, 64)["pad"] is None
+
+
+@pytest.mark.parametrize("template", ["{% if %}", [{"name": "rag", "template": "x"}]])
+def test_chat_template_that_cannot_be_used(tmp_path: Path, template: Any) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": template}))
+    usable, note = chat_template(tmp_path)
+    assert not usable and note and "--chat" in note
+    config.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert chat_template(tmp_path) == (True, None)
