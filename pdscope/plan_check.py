@@ -3,10 +3,13 @@
 May import pdscope.{errors,ir,plan,schema}.
 """
 
+import re
 from collections.abc import Callable
 
 from pdscope.errors import PlanError
 from pdscope.ir.encode import decode, encode, program_order
+from pdscope.ir.graph import GateAttrs
+from pdscope.ir.graph_text import parse_graph
 from pdscope.ir.isa import ISA_HASH, Phase
 from pdscope.ir.program import Program
 from pdscope.ir.text import parse_programs
@@ -21,7 +24,7 @@ def check_plan(plan: Plan, progress: Callable[[int], None] | None = None) -> lis
     `progress` is told bytes read.
     """
     problems = plan.hash_problems(progress)
-    for check in (_check_schema, _check_programs):
+    for check in (_check_schema, _check_programs, _check_fields):
         try:
             check(plan)
         except PlanError as error:
@@ -69,4 +72,31 @@ def _check_programs(plan: Plan) -> None:
                 f"plan.json: programs: {key} is {said[key]}, found {value}: the plan was edited "
                 "or is "
                 "of another PDScope; recompile the model"
+            )
+
+
+def _check_fields(plan: Plan) -> None:
+    """plan.json repeats what graph.txt, memory.json and plan.c say: they must agree."""
+    graph = parse_graph(plan.read_text("graph.txt"))
+    gates = [n.attrs for n in graph.nodes if isinstance(n.attrs, GateAttrs)]
+    model, source = plan.model, plan.read_text("src/plan.c")
+    pairs: list[tuple[str, object, object]] = [
+        ("model: architecture", model["architecture"], graph.architecture),
+        ("model: hidden", model["hidden"], graph.hidden),
+        ("model: vocab", model["vocab"], graph.vocab),
+        ("model: layers", model["layers"], graph.layers),
+        ("model: experts", model["experts"], gates[0].experts if gates else 0),
+        ("model: top_k", model["top_k"], gates[0].top_k if gates else 0),
+    ]
+    sizes = [entry["bytes"] for entry in plan.memory_table()["weights"]]
+    pairs.append(("memory: weights", plan.data["memory"]["weights"], sum(sizes)))
+    if found := re.search(r'\.required_features = "([^"]*)"', source):
+        pairs.append(("target: features", plan.data["target"]["features"], found[1].split()))
+    if found := re.search(r"\.act_dtype = (\w+)", source):
+        pairs.append(("dtype", plan.data["dtype"] == "fp32", found[1] == "PDS_F32"))
+    for name, said, other in pairs:
+        if said != other:
+            raise PlanError(
+                f"plan.json: {name}: {said} is not {other}, as the rest of the plan says: the plan "
+                "was edited; recompile the model"
             )

@@ -196,3 +196,11 @@ def test_diff(call: Call, plan: Path, plans: PlanStore) -> None:
     assert {"name": "dtype", "old": "bf16", "new": "fp32"} in report["fields"]
     status, _, err = call(plan, "--diff", plan / "none")
     assert status == 1 and "no such directory" in err
+
+
+def test_verify_compares_plan_json_with_the_rest(call: Call, copied: Path) -> None:
+    data = json.loads((copied / "plan.json").read_text())
+    data["model"]["hidden"] += 1
+    (copied / "plan.json").write_text(json.dumps(data))
+    status, _, err = call(copied, "--verify")
+    assert status == 1 and "model: hidden" in err and "the plan was edited" in err
