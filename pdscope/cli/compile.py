@@ -1,6 +1,7 @@
 """pdscope-compile: a model directory in, a plan directory out."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 @command("pdscope-compile")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan directory to create.")
+@click.option("-o", "--output", type=click.Path(), help="Plan directory to create.")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "fp32", "bf16", "int8", "int4"]),
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of the summary."
 )
-def main(model: Path, output: Path | None, as_json: bool, **options: Any) -> None:
+def main(model: Path, output: str | None, as_json: bool, **options: Any) -> None:
     """Compile a Mixture-of-Experts model into a plan directory.
 
     MODEL is a Hugging Face model directory: config.json, *.safetensors and, for text,
@@ -98,6 +99,12 @@ def _report(result: "CompileResult") -> dict[str, Any]:
     }
 
 
+def _count(parameters: int) -> str:
+    if parameters < 1e9:
+        return f"{parameters / 1e6:.1f} M"
+    return f"{parameters / 1e9:.2f} B"
+
+
 def _print_summary(result: "CompileResult") -> None:
     from pdscope.cli.format import human_bytes, pairs
 
@@ -108,7 +115,7 @@ def _print_summary(result: "CompileResult") -> None:
     rows = [
         (
             "model",
-            f"{model['architecture']}, {model['parameters'] / 1e9:.2f} B parameters, {m['dtype']}",
+            f"{model['architecture']}, {_count(model['parameters'])} parameters, {m['dtype']}",
         ),
         ("layers", f"{model['layers']} ({moe})"),
         (
@@ -135,6 +142,6 @@ def _print_summary(result: "CompileResult") -> None:
         click.echo(f"note: {note}")
     if result.plan is not None:
         click.echo(
-            f"\nread it: pdscope-inspect {result.plan}"
-            f"\nrun it:  pdscope-run {result.plan} --prompt '...'"
+            f"\nread it: pdscope-inspect {shlex.quote(str(result.plan))}"
+            f"\nrun it:  pdscope-run {shlex.quote(str(result.plan))} --prompt '...'"
         )
