@@ -1,8 +1,8 @@
 """The lowered model: the constants of one plan, tensor by tensor. Mirrors
 runtime_c/src/plan_desc.h.
 
-Made by passes/lower.py from the graph, given places by passes/place_tensors, printed as C by
-emit.py. May import pdscope.ir and the standard library.
+Made by passes/lower.py from the graph, tensor places included, printed as C by emit.py.
+May import pdscope.ir and the standard library.
 """
 
 from dataclasses import dataclass, replace
@@ -80,10 +80,6 @@ class Rows:
     params: tuple[str, ...]
     leading_zeros: int = 0
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.params
-
 
 @dataclass(frozen=True)
 class AbsorbKey:
@@ -95,10 +91,6 @@ class AbsorbKey:
     nope_dim: int
     v_dim: int
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.param,)
-
 
 @dataclass(frozen=True)
 class AbsorbValue:
@@ -109,10 +101,6 @@ class AbsorbValue:
     nope_dim: int
     v_dim: int
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.param,)
-
 
 @dataclass(frozen=True)
 class GateUp:
@@ -121,10 +109,6 @@ class GateUp:
     gate: str
     up: str
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.gate, self.up)
-
 
 @dataclass(frozen=True)
 class ExpertGateUp:
@@ -132,20 +116,12 @@ class ExpertGateUp:
 
     param: str
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.param,)
-
 
 @dataclass(frozen=True)
 class ExpertDown:
     """Fused parameter [experts, n, inter]."""
 
     param: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.param,)
 
 
 Source = Rows | AbsorbKey | AbsorbValue | GateUp | ExpertGateUp | ExpertDown

@@ -27,10 +27,9 @@ struct pds_gemm_job {
   void (*select)(const pds_gemm_job *job, uint32_t i, pds_gemm *gemm); /* NULL: count is 1 */
   const void *arg, *arg2;                                              /* of select */
   size_t x_step, y_step;                                               /* of select */
-  uint32_t rows_each;  /* rows of one matrix, about, where `select` says how many; 0: gemm.rows */
-  uint32_t gathers;    /* `select` sets x_index */
-  uint32_t x_rows;     /* rows of x in all, where `select` or the indices choose among them */
-  size_t quant_offset; /* where in PDS_BUF_XQ they lie quantised: jobs that run as one differ */
+  uint32_t rows_each; /* rows of one matrix, about, where `select` says how many; 0: gemm.rows */
+  uint32_t gathers;   /* `select` sets x_index */
+  uint32_t x_rows;    /* rows of x in all, where `select` or the indices choose among them */
   /* set by pds_run_gemms */
   void (*fn)(const pds_gemm *);
   uint32_t y_bytes, blocks, part_blocks, parts, part_rows, row_parts;

@@ -120,7 +120,7 @@ static void quantise_x(pds_step_ctx *ctx, pds_gemm_job *job) {
   quantise_job q = {
       .kernels = job->w->dtype == PDS_I8 ? &ctx->kernels->i8 : &ctx->kernels->i4,
       .x = g->x,
-      .y = (unsigned char *)pds_buf(ctx, PDS_BUF_XQ) + job->quant_offset,
+      .y = pds_buf(ctx, PDS_BUF_XQ),
       .x_stride = g->x_stride,
       .y_stride = pds_quant_bytes(job->w),
       .n = pds_ceil(job->w->k, 32),
