@@ -1,19 +1,25 @@
 """What every command shares: errors become one line and an exit status.
 
 0 is success, 1 a fault of input or environment (cause and remedy on standard error), 2 wrong usage,
-130 an interrupt. Anything else that escapes is a defect and shows its traceback. May import click
-and pdscope.errors.
+130 an interrupt. Anything else that escapes is a defect and shows its traceback. May import click,
+pdscope.errors and pdscope.cli._interrupt.
 """
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import click
 
+from pdscope import __version__
+from pdscope.cli._interrupt import INTERRUPTED
 from pdscope.errors import PdscopeError
+
+_EPILOG = (
+    "Exit status: 0 success, 1 a fault of input or environment (one line says which, and what to "
+    "do), 2 wrong usage, 130 interrupted by Ctrl-C."
+)
 
 
 class Command(click.Command):
@@ -39,7 +45,7 @@ class Command(click.Command):
             sys.exit(error.exit_code)
         except (KeyboardInterrupt, click.Abort):
             sys.stderr.write("\n")
-            sys.exit(128 + signal.SIGINT)
+            sys.exit(INTERRUPTED)
         except BrokenPipeError:
             # The reader of our output has gone; say nothing, also not at interpreter exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,10 +70,15 @@ def _reopen_closed() -> None:
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], Command]:
-    """Decorates a function as one of our commands; the result is also the console script."""
-    return click.command(
-        name, cls=Command, context_settings={"help_option_names": ["-h", "--help"]}
-    )
+    """Decorates a function as one of our commands, with --version and --help."""
+    settings = {"help_option_names": ["-h", "--help"]}
+
+    def decorate(function: Callable[..., Any]) -> Command:
+        made = click.command(name, cls=Command, epilog=_EPILOG, context_settings=settings)(function)
+        version = click.version_option(__version__, prog_name=name, message="%(prog)s %(version)s")
+        return version(made)
+
+    return decorate
 
 
 def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdscope.cli._common import command, machine_options
+from pdscope.cli._interrupt import leave_at_interrupt
 from pdscope.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -130,8 +131,9 @@ def main(
     pdscope-bench plan/ -p 0 -n 32 --json
     pdscope-bench int4-plan/ --perplexity text.txt --against bf16-plan/
     """
-    from pdscope.engine import load
-    from pdscope.plan import Plan
+    with leave_at_interrupt():
+        from pdscope.engine import load
+        from pdscope.plan import Plan
 
     if text is not None:
         _perplexity([p for p in (plan, against) if p], text, tokens, threads, isa, as_json)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdscope.cli._common import command
+from pdscope.cli._interrupt import leave_at_interrupt
 
 if TYPE_CHECKING:
     from pdscope.compiler.driver import CompileResult
@@ -74,8 +75,9 @@ def main(model: Path, output: str | None, as_json: bool, **options: Any) -> None
     """
     if output is None and not options["dry_run"]:
         raise click.UsageError("Missing option '-o' / '--output' (or --dry-run).")
-    from pdscope.cli.progress import CompileProgress
-    from pdscope.compiler.driver import compile_model
+    with leave_at_interrupt():
+        from pdscope.cli.progress import CompileProgress
+        from pdscope.compiler.driver import compile_model
 
     with CompileProgress(quiet=as_json) as progress:
         result = compile_model(

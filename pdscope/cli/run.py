@@ -12,6 +12,7 @@ import click
 
 from pdscope import config
 from pdscope.cli._common import command, machine_options
+from pdscope.cli._interrupt import leave_at_interrupt
 from pdscope.errors import InputError
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ def main(
     text = "" if conversation else _read_prompt(prompt)
     options["stop"] = list(options["stop"])
 
-    from pdscope.engine import load
+    with leave_at_interrupt():
+        from pdscope.engine import load
 
     begin = time.perf_counter()
     engine = load(plan, threads=threads, isa=isa, pin=pin, weights=weights, verify=verify)

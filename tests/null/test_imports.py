@@ -1,7 +1,8 @@
 """What importing and asking for help costs.
 
 Holds the issue's lines "Running a plan imports neither torch nor transformers (numpy, cffi,
-tokenizers)" and "`--help` and `pdscope-inspect` answer in under 0.5 s". Needs no compiler.
+tokenizers)" and "`--help` and `pdscope-inspect` answer in under 0.5 s"; the exit status after
+Ctrl-C. Needs no compiler.
 """
 
 import re
@@ -68,6 +69,11 @@ def test_inspect_is_light(paper_plan: Path) -> None:
     assert not loaded & (HEAVY | RUNTIME)
 
 
+def console_script(name: str) -> str:
+    """What the script that pip makes does."""
+    return f"from pdscope.cli import {name}_command as main; main()"
+
+
 def seconds(command: list[str]) -> float:
     """Least processor time of five runs: the wall time of a machine with nothing else to do."""
     times = []
@@ -83,13 +89,68 @@ def seconds(command: list[str]) -> float:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_quick(name: str) -> None:
-    script = f"from pdscope.cli.{name} import main; main()"  # what the console script does
-    assert seconds([sys.executable, "-c", script, "--help"]) < 0.5
+    for option in ("--help", "--version"):
+        assert seconds([sys.executable, "-c", console_script(name), option]) < 0.5
 
 
 def test_inspect_is_quick(paper_plan: Path) -> None:
-    script = "from pdscope.cli.inspect import main; main()"
-    assert seconds([sys.executable, "-c", script, str(paper_plan)]) < 0.5
+    assert seconds([sys.executable, "-c", console_script("inspect"), str(paper_plan)]) < 0.5
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_version_and_exit_statuses_are_told(name: str) -> None:
+    """Holds: "a `--help` that teaches", with every exit status."""
+
+    def said(option: str) -> str:
+        args = [sys.executable, "-c", console_script(name), option]
+        return subprocess.run(args, capture_output=True, text=True, check=True).stdout
+
+    assert said("--version") == f"pdscope-{name} {pdscope.__version__}\n"
+    words = " ".join(said("--help").split())
+    assert "Exit status: 0 success, 1 a fault" in words and "130 interrupted" in words
+
+
+# Sends SIGINT to itself when MODULE is about to be imported; as Ctrl-C at that moment.
+INTERRUPTER = """
+import os, signal, sys
+module, sys.argv = sys.argv[1], sys.argv[1:]
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "more"),
+    [
+        ("compile", "click", ["MODEL", "-o", "out"]),
+        ("compile", "rich.progress", ["MODEL", "-o", "out"]),
+        ("compile", "torch", ["MODEL", "-o", "out"]),
+        ("run", "click", ["PLAN", "-p", "Hello"]),
+        ("run", "pdscope.engine", ["PLAN", "-p", "Hello"]),
+        ("run", "tokenizers", ["PLAN", "-p", "Hello"]),
+        ("inspect", "pdscope.cli.format", ["PLAN"]),
+        ("inspect", "pdscope.plan", ["PLAN"]),
+        ("bench", "numpy", ["PLAN"]),
+    ],
+)
+def test_interrupted_import_is_quiet(name: str, module: str, more: list[str]) -> None:
+    """Holds: no traceback; 130 is the status of an interrupted command."""
+    script = INTERRUPTER + console_script(name)
+    done = subprocess.run([sys.executable, "-c", script, module, *more], capture_output=True)
+    assert done.returncode == 130
+    assert done.stdout == b"" and done.stderr.strip() == b""
+
+
+def test_ignored_interrupts_stay_ignored(paper_plan: Path) -> None:
+    """As in a background job of a shell script."""
+    script = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + INTERRUPTER
+    script += console_script("inspect")
+    args = [sys.executable, "-c", script, "pdscope.cli.format", str(paper_plan)]
+    done = subprocess.run(args, capture_output=True, text=True)
+    assert done.returncode == 0 and "FakeForCausalLM" in done.stdout
 
 
 def test_version_is_the_packages() -> None:

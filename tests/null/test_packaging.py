@@ -4,6 +4,7 @@ Holds the issue's lines on set-up (the wheel compiles away from the checkout) an
 (one mention). Needs no compiler.
 """
 
+import importlib
 import re
 import subprocess
 import tomllib
@@ -38,6 +39,14 @@ def test_package_list_is_complete() -> None:
             if not inside_link(init, base):
                 on_disk.add(".".join((name, *init.parent.relative_to(base).parts)))
     assert on_disk == set(SETUPTOOLS["packages"])
+
+
+def test_console_scripts_exist() -> None:
+    scripts = CONFIG["project"]["scripts"]
+    assert len(scripts) == 4
+    for name, target in scripts.items():
+        module, function = target.split(":")
+        assert callable(getattr(importlib.import_module(module), function)), name
 
 
 def test_rooms_are_linked() -> None:
