@@ -8,6 +8,7 @@ transformers, pdscope.compiler.safetensors_file and pdscope.errors.
 import hashlib
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -71,6 +72,8 @@ class Checkpoint:
         directory = Path(directory)
         if not directory.is_dir():
             raise ModelError(f"{directory}: not a directory, so it holds no weights")
+        for name in (SINGLE, INDEX):
+            check_link(directory / name)
         if (directory / SINGLE).exists():  # transformers prefers it to an index, too
             return cls(directory, {SINGLE: SafetensorsFile(directory / SINGLE)})
         index = directory / INDEX
@@ -79,6 +82,7 @@ class Checkpoint:
         weight_map = _read_index(index)
         files: dict[str, SafetensorsFile] = {}
         for name in sorted(set(weight_map.values())):
+            check_link(directory / name)
             if not (directory / name).exists():
                 count = sum(1 for v in weight_map.values() if v == name)
                 raise ModelError(
@@ -125,19 +129,21 @@ class Checkpoint:
         return self._owner[key].read(key)
 
     def content_hash(self, progress: Progress | None = None) -> str:
-        """SHA-256 over config.json, the index and every shard. Reads all the weights."""
+        """SHA-256 over the index and every shard. Reads all the weights."""
         return content_hash(self.directory, self.files, progress)
 
 
 def content_hash(
     directory: Path, shards: tuple[Path, ...], progress: Progress | None = None
 ) -> str:
-    """SHA-256 over the names, lengths and bytes of config.json, the index and `shards`.
+    """SHA-256 over the names, lengths and bytes of the index and `shards`.
 
     A file that has not changed (path, size, modification time) is not read twice in one process.
     """
-    candidates = [directory / "config.json", directory / INDEX, *shards]
-    files = sorted(p for p in candidates if p.exists())
+    index = directory / INDEX
+    # A single file is read without the index that may lie beside it.
+    used = index.exists() and [p.name for p in shards] != [SINGLE]
+    files = sorted([*shards, index] if used else shards)
     total = sum(p.stat().st_size for p in files)
     digest, done = hashlib.sha256(), 0
     for path in files:
@@ -164,6 +170,15 @@ def _hash_file(path: Path, done: int, total: int, progress: Progress | None) -> 
             if progress is not None:
                 progress(done, total)
     return digest.hexdigest()
+
+
+def check_link(path: Path) -> None:
+    """ModelError for a link to nothing, as in a download cache whose blobs were deleted."""
+    if path.is_symlink() and not path.exists():
+        raise ModelError(
+            f"{path}: is a symbolic link to {os.readlink(path)}, which does not exist; download "
+            "the file again, or correct the link"
+        )
 
 
 def _no_checkpoint(directory: Path) -> NoReturn:

@@ -17,7 +17,13 @@ from typing import Any, Protocol
 
 import pdscope
 from pdscope.compiler import target as targets
-from pdscope.compiler.checkpoint import Checkpoint, DummyWeights, Weights, map_parameters
+from pdscope.compiler.checkpoint import (
+    Checkpoint,
+    DummyWeights,
+    Weights,
+    check_link,
+    map_parameters,
+)
 from pdscope.compiler.lowered import LoweredModel
 from pdscope.compiler.passes.build_library import BuildLibrary
 from pdscope.compiler.passes.check_weights import CheckWeights
@@ -126,6 +132,7 @@ class Model:
             raise InputError(f"{self.path}: no such file or directory; expected a model directory")
         self.directory = self.path if self.path.is_dir() else self.path.parent
         self.config_file = self.path / "config.json" if self.path.is_dir() else self.path
+        check_link(self.config_file)
         if not self.config_file.is_file():
             raise InputError(
                 f"{self.path}: has no config.json; expected a Hugging Face model directory"
@@ -286,7 +293,8 @@ class Pipeline:
             run(CheckWeights(source.checkpoint, self.weights_sha256))
         source.progress.start("pack weights", sum(f.bytes for f in lowered.files))
         for file in lowered.files:
-            result = run(PackWeights(file, reader, self.weights_sha256, source.progress.advance))
+            hashes = self.weights_sha256, self.config_sha256
+            result = run(PackWeights(file, reader, *hashes, source.progress.advance))
             if result.cached:
                 source.progress.advance(file.bytes)
         self.plan_hash = self._plan_hash()

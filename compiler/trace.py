@@ -37,6 +37,7 @@ from pdscope.ir.graph import (
 )
 from pdscope.models.common import activation_of, mlp
 from pdscope.models.family import Family, Role
+from pdscope.models.raw_config import check_raw
 from pdscope.models.registry import family_of
 
 Config = dict[str, Any]
@@ -92,6 +93,7 @@ def trace_config(config: Config) -> TracedModel:
 
 def transformers_config(config: Config, family: Family) -> Any:
     """transformers' own configuration, checked by the family. No remote code: no auto_map."""
+    check_raw(config)
     values = {k: v for k, v in config.items() if k != "auto_map"}
     values.setdefault("model_type", family.model_type)
     try:
@@ -107,13 +109,6 @@ def transformers_config(config: Config, family: Family) -> Any:
 def build_model(family: Family, hf_config: Any, device: str) -> Any:
     """The transformers model on `device`, in the configuration's dtype, else float32."""
     dtype = getattr(hf_config, "dtype", None) or torch.float32
-    if not isinstance(dtype, torch.dtype):
-        raise ModelError(f"config.json: dtype is {dtype!r}; supported: bfloat16, float16, float32")
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ModelError(
-            f"config.json: dtype is {str(dtype).removeprefix('torch.')}; supported: bfloat16, "
-            "float16, float32"
-        )
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

@@ -4,11 +4,17 @@ May import pdscope.ir and pdscope.errors.
 """
 
 import math
-from typing import Any, TypeGuard
+from typing import Any
 
 from pdscope.errors import ModelError
 from pdscope.ir.graph import GateAttrs, GqaAttrs, MlaAttrs, MlpAttrs, Rope
-from pdscope.models.family import Config, WeightNames, require_multiple, require_positive
+from pdscope.models.family import (
+    Config,
+    WeightNames,
+    is_number,
+    require_multiple,
+    require_positive,
+)
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 # Their frequencies do not depend on the length of the sequence, so a plan can hold them as
@@ -17,14 +23,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def check_shared(hf_config: Any, config: Config) -> None:
-    """Checks that hold for every family: dimensions, activation, rope type, quantisation."""
-    if config.get("quantization_config"):
-        quant = config["quantization_config"]
-        method = quant.get("quant_method", "unknown") if isinstance(quant, dict) else "unknown"
-        raise ModelError(
-            f"config.json: quantization_config ({method}): quantised checkpoints are not "
-            "supported; use the bf16, fp16 or fp32 checkpoint of this model"
-        )
+    """Checks that hold for every family: dimensions, activation, rope type."""
     require_positive(
         hf_config,
         "vocab_size",
@@ -55,10 +54,6 @@ def check_shared(hf_config: Any, config: Config) -> None:
             f"config.json: rope type {rope_type!r} is not supported (its frequencies may depend on "
             f"the length of the sequence); supported: {', '.join(ROPE_TYPES)}"
         )
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_window(hf_config: Any) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 from pdscope.errors import ModelError
 from pdscope.ir.graph import GateAttrs, MlaAttrs, Rope
-from pdscope.models.common import check_shared, is_number, mla
+from pdscope.models.common import check_shared, mla
 from pdscope.models.family import (
     Config,
     Family,
     Role,
     WeightNames,
+    is_number,
     require_positive,
     require_routing,
     require_value,

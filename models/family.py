@@ -8,7 +8,7 @@ pdscope.errors; modules of transformers are read by attribute only, so torch is 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 from pdscope.errors import ModelError
 from pdscope.ir.graph import GateAttrs, GqaAttrs, MlaAttrs, Rope
@@ -57,6 +57,10 @@ class Family:
     gate: Callable[[Any], tuple[GateAttrs, WeightNames]]
     check: Callable[[Any, Config], None]
     shrink: Callable[[Any, Config], dict[str, Any]]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def require_positive(hf_config: Any, *keys: str) -> None:

@@ -180,6 +180,7 @@ class PackWeights:
     file: WeightFile
     weights: WeightReader
     weights_sha256: str
+    config_sha256: str  # which tensor is which parameter depends on it
     progress: Callable[[int], None]
 
     reads = ()
@@ -189,7 +190,11 @@ class PackWeights:
         return f"pack-{Path(self.file.path).stem}"
 
     def inputs(self) -> Mapping[str, str]:
-        return {"weights": self.weights_sha256, "file": repr(self.file)}
+        return {
+            "config": self.config_sha256,
+            "weights": self.weights_sha256,
+            "file": repr(self.file),
+        }
 
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
         with writing(workspace.path(self.file.path)) as path:

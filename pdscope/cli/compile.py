@@ -1,12 +1,16 @@
 """pdscope-compile: a model directory in, a plan directory out."""
 
 import json
+import logging
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pdscope import config
 from pdscope.cli._common import command
 from pdscope.cli._interrupt import leave_at_interrupt
 
@@ -79,7 +83,7 @@ def main(model: Path, output: str | None, as_json: bool, **options: Any) -> None
         from pdscope.cli.progress import CompileProgress
         from pdscope.compiler.driver import compile_model
 
-    with CompileProgress(quiet=as_json) as progress:
+    with _quiet_transformers(), CompileProgress(quiet=as_json) as progress:
         result = compile_model(
             model, output, progress=progress, after_pass=progress.finished_pass, **options
         )
@@ -87,6 +91,19 @@ def main(model: Path, output: str | None, as_json: bool, **options: Any) -> None
         click.echo(json.dumps(_report(result), indent=2))
     else:
         _print_summary(result)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Its warnings are of training, or of what PDScope checks itself; PDSCOPE_DEBUG shows them."""
+    logger = logging.getLogger("transformers")  # has its level since it was imported
+    before = logger.level
+    if config.debug_level() < 1:
+        logger.setLevel(max(before, logging.ERROR))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _report(result: "CompileResult") -> dict[str, Any]:

@@ -10,6 +10,7 @@ beyond the context is an error naming the limit."
 """
 
 import json
+import logging
 import os
 import resource
 import shutil
@@ -159,6 +160,49 @@ def test_unsupported_family(model: Path) -> None:
 def test_config_is_not_json(model: Path) -> None:
     (model / "config.json").write_bytes(b'{"architectures": [')
     assert "config.json" in compile_fault(model)
+
+
+def test_transformers_warnings_are_not_shown(model: Path) -> None:
+    """Standard error has our own words."""
+    # transformers warns that this does not fit max_position_embeddings.
+    yarn = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 100}
+    edit_json(model / "config.json", lambda config: config.update(rope_scaling=yarn))
+    loud = run_command(
+        "pdscope-compile", model, "--dry-run", env=os.environ | {"PDSCOPE_DEBUG": "1"}
+    )
+    assert loud.status == 0 and "[transformers]" in loud.err
+    ran = run_command("pdscope-compile", model, "--dry-run")
+    assert ran.status == 0 and ran.err == ""
+
+
+def test_transformers_errors_are_shown(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its logging is as before when the command has ended, in whatever way."""
+    from pdscope.compiler import driver
+    from pdscope.errors import ModelError
+
+    logger, seen = logging.getLogger("transformers"), list[str]()
+
+    def compile_model(*_: object, **__: object) -> None:
+        logger.warning("a warning")
+        logger.error("an error")
+        raise ModelError("refused")
+
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: seen.append(record.getMessage()))
+    monkeypatch.setattr(driver, "compile_model", compile_model)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    level = logger.level
+    assert "refused" in run_here("pdscope-compile", model, "--dry-run").fault()
+    assert seen == ["an error"] and logger.level == level
+
+
+def test_link_to_nothing(model: Path) -> None:
+    """As of a download cache whose blobs are gone: named, and not as missing."""
+    for name in (SHARD, INDEX, "config.json"):
+        (model / name).unlink()
+        (model / name).symlink_to("../blobs/0123")
+        line = compile_fault(model)
+        assert str(model / name) in line and "../blobs/0123, which does not exist" in line
 
 
 def test_nan_weights(model: Path) -> None:

@@ -425,7 +425,7 @@ def test_check_finite_names_the_place(bad: float, bf16: bool) -> None:
 
 
 def test_content_hash_follows_the_bytes(model: Path) -> None:
-    """The hash changes with any byte of config or weights, and reports progress to the end."""
+    """The hash changes with any byte of weights or index, and reports progress to the end."""
     seen: list[tuple[int, int]] = []
     checkpoint = Checkpoint.open(model)
     before = checkpoint.content_hash(lambda done, total: seen.append((done, total)))
@@ -437,7 +437,28 @@ def test_content_hash_follows_the_bytes(model: Path) -> None:
     assert Checkpoint.open(model).content_hash() != before
     moved = model.parent / "moved"
     shutil.copytree(model, moved)
-    assert Checkpoint.open(moved).content_hash() == Checkpoint.open(model).content_hash()
+    changed = Checkpoint.open(model).content_hash()
+    assert Checkpoint.open(moved).content_hash() == changed
+    (moved / "config.json").write_text("{}")  # has a hash of its own in plan.json
+    assert Checkpoint.open(moved).content_hash() == changed
+    with (moved / INDEX).open("a") as file:
+        file.write(" ")
+    assert Checkpoint.open(moved).content_hash() != changed
+
+
+def test_hash_of_a_single_file_is_of_it_alone(tmp_path: Path) -> None:
+    save_random_model(small_config(), tmp_path, shards=1)
+    before = Checkpoint.open(tmp_path).content_hash()
+    (tmp_path / INDEX).write_text("{}")
+    assert Checkpoint.open(tmp_path).content_hash() == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX, "model-00002-of-00003.safetensors"])
+def test_link_to_nothing_is_named(model: Path, name: str) -> None:
+    """Bad input: a download cache whose blobs are gone is not a model without weights."""
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to("../blobs/0123")
+    refused(model, str(model / name), "../blobs/0123", "does not exist", "download")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
