@@ -76,7 +76,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 @cache
-def _chat_template(source: str) -> jinja2.Template:
+def _parse(source: str) -> jinja2.Template:
     # A chat template comes with the model, so it is foreign code: the sandbox keeps it from
     # attributes that reach the interpreter and from changing what it is given.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -90,36 +90,57 @@ def _chat_template(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
+def parse_chat(source: str, where: str = "chat template") -> jinja2.Template:
+    """A Hugging Face chat template, parsed. Raises InputError, which names `where`, for one that is
+    no jinja template.
+    """
+    try:
+        return _parse(source)
+    except Exception as error:  # jinja2's own, and what foreign text makes of Python's parser
+        raise InputError(
+            f"{where}: is no template that jinja reads ({_reason(error)}): take it from the "
+            "model's original repository, or pass the prompt as text, without --chat"
+        ) from None
+
+
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, Any]],
+    where: str = "chat template",
+    /,  # `variables` may have these names
     *,
     add_generation_prompt: bool = True,
     **variables: object,
 ) -> str:
     """The prompt text of a conversation.
 
-    `template` is the source of a Hugging Face chat template, `messages` are {"role": ...,
-    "content": ...}, `variables` are what else the template reads (bos_token, tools,
-    enable_thinking, ...).
+    `template` is the source of a Hugging Face chat template, `where` names it in errors, `messages`
+    are {"role": ..., "content": ...}, `variables` are what else the template reads (bos_token,
+    tools, enable_thinking, ...).
     Raises InputError when the template is broken or refuses the messages.
     """
+    parsed = parse_chat(template, where)
     try:
-        return _chat_template(template).render(
+        return parsed.render(
             messages=messages, add_generation_prompt=add_generation_prompt, **variables
         )
     except _RaisedByTemplate as error:
         raise InputError(
-            f"chat template: {error}: change the messages to what it accepts"
+            f"{where}: refuses the messages ({_reason(error)}): change them to what it accepts"
         ) from None
     except jinja2.TemplateError as error:
         raise InputError(
-            f"chat template: {error}: the model's template cannot render these messages; "
-            "pass the prompt as text instead"
+            f"{where}: cannot render these messages ({_reason(error)}): pass the prompt as text, "
+            "without --chat"
         ) from None
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except Exception as error:  # a template is foreign code: it may divide by zero
         raise InputError(
-            f"chat template: {type(error).__name__}: {error}: each message needs the fields that "
-            "the "
-            "template reads, usually 'role' and 'content'"
+            f"{where}: cannot render these messages ({type(error).__name__}: {_reason(error)}): "
+            "each needs the fields that the template reads, usually 'role' and 'content'"
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """In one line, of bounded length."""
+    line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+    return " ".join(str(error).split())[:200] + line

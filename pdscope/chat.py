@@ -5,6 +5,7 @@ May import pdscope.{errors,plan}; pdscope.codegen_templates, and with it jinja2,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from pdscope.errors import InputError
@@ -21,29 +22,60 @@ _SPECIAL = (
 )
 
 
+FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+
+
+def find_template(
+    folder: Path, jinja: str | None, config: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """Source of a model's chat template, and its name for errors; None: the model has none.
+
+    `jinja` is the text of chat_template.jinja, which goes before `config`, the parsed
+    tokenizer_config.json. Raises InputError when what is there is no template that can be used.
+    """
+    if jinja:
+        return jinja, str(folder / FILE)
+    source: object = config.get("chat_template")
+    if not source:
+        return None
+    where = f"{folder / CONFIG}: chat_template"
+    if isinstance(source, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        if "default" not in named:
+            names = ", ".join(map(str, named)) or "none"
+            raise InputError(
+                f"{where}: is a list of templates named {names}, expected one named default: name "
+                "one so and compile again, or pass the prompt as text, without --chat"
+            )
+        source, where = named["default"], f"{where} 'default'"
+    if not isinstance(source, str):
+        raise InputError(
+            f"{where}: is {type(source).__name__}, expected the text of a template: take the file "
+            "from the model's original repository, or pass the prompt as text, without --chat"
+        )
+    return source, where
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     source: str
     special: dict[str, str]  # special tokens by name, as templates read them
+    where: str = "chat template"  # its name in errors
 
     @classmethod
     def of(cls, plan: Plan, config: Mapping[str, Any]) -> Self:
-        """The template of a plan: chat_template.jinja, else tokenizer_config.json's
-        `chat_template`.
+        """The template of a plan; see find_template. `config` is the parsed tokenizer_config.json.
 
-        `config` is the parsed tokenizer_config.json. Raises InputError when the model has none.
+        Raises InputError when the model has none, or none that can be used.
         """
-        source: object = config.get("chat_template")
-        if "chat_template.jinja" in plan.files:
-            source = plan.read_text("chat_template.jinja")
-        elif isinstance(source, list):  # several, by name
-            named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-            source = named.get("default")
-        if not isinstance(source, str):
+        jinja = plan.read_text(FILE) if FILE in plan.files else None
+        found = find_template(plan.path, jinja, config)
+        if found is None:
             raise InputError(
                 f"{plan.path}: the model has no chat template: pass the prompt as text (--prompt), "
                 "without --chat"
             )
+        source, where = found
         special: dict[str, str] = {}
         for name in _SPECIAL:
             value = config.get(name)
@@ -51,7 +83,7 @@ class ChatTemplate:
                 value = value.get("content")
             if isinstance(value, str):
                 special[name] = value
-        return cls(source, special)
+        return cls(source, special, where)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt text of `messages` ({"role", "content"} each), up to the assistant's turn."""
@@ -64,4 +96,5 @@ class ChatTemplate:
                 raise InputError(
                     f"message {index} has no 'role': give {{'role', 'content'}} objects"
                 )
-        return render_chat(self.source, messages, **{**self.special, **options})
+        variables = {**self.special, **options}
+        return render_chat(self.source, messages, self.where, **variables)

@@ -5,12 +5,13 @@ session's lock, so threads that share a session take turns; for work at the same
 thread its own session.
 """
 
+import errno
 import operator
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -214,7 +215,8 @@ class Session:
     def save(self, seq: int = 0, path: str | Path | None = None) -> bytes | None:
         """The KV of a sequence: as bytes, or written to `path` (aside, then renamed).
 
-        Only a session of the same plan can restore it.
+        Only a session of the same plan can restore it. Raises InputError for a path that cannot be
+        written, BudgetError for a full disk.
         """
         seq = self._sequence("seq", seq)
         with self._operation():
@@ -231,15 +233,16 @@ class Session:
                 with target.open("wb") as file:
                     file.write(data)
             except OSError as error:
-                raise BudgetError(f"{target}: cannot be written: {error.strerror}") from None
+                raise _cannot_write(target, error) from None
             return None
         aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             aside.write_bytes(data)
             os.replace(aside, target)
         except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise BudgetError(f"{target}: cannot be written: {error.strerror}") from None
+            with suppress(OSError):
+                aside.unlink()
+            raise _cannot_write(target, error) from None
         return None
 
     def restore(self, saved: bytes | bytearray | memoryview | str | Path, seq: int = 0) -> None:
@@ -612,6 +615,16 @@ def _index(name: str, value: object) -> int:
         except TypeError:
             pass
     raise InputError(f"{name} is {value!r}, expected an integer")
+
+
+def _cannot_write(path: Path, error: OSError) -> PdscopeError:
+    if not path.parent.is_dir():
+        return InputError(f"{path}: cannot be written: there is no folder {path.parent}")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return BudgetError(f"{path}: cannot be written: {error.strerror}: free space for it")
+    return InputError(
+        f"{path}: cannot be written: {error.strerror}: choose a file that you may write"
+    )
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:

@@ -1,7 +1,7 @@
 """Copy what turns text into ids and back, checked against the model's vocabulary.
 
 May import the standard library, tokenizers, transformers (only to convert a tokenizer that has no
-tokenizer.json) and pdscope.{errors,compiler.passmanager}.
+tokenizer.json) and pdscope.{chat,codegen_templates,errors,compiler.passmanager}.
 """
 
 import json
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdscope.chat import CONFIG, FILE, find_template
+from pdscope.codegen_templates import parse_chat
 from pdscope.compiler.passmanager import Workspace, sha256_file
-from pdscope.errors import ModelError
+from pdscope.errors import InputError, ModelError
 
 COPIED = (
     "tokenizer.json",
@@ -114,26 +116,14 @@ def generation_ids(model_dir: Path, config: Mapping[str, Any], vocab: int) -> di
 def chat_template(model_dir: Path) -> tuple[bool, str | None]:
     """Whether the model has a chat template that can be used, and what is wrong with one that
     cannot."""
-    from pdscope.codegen_templates import _chat_template
-
-    file, config = model_dir / "chat_template.jinja", model_dir / "tokenizer_config.json"
-    source: object = None
-    if file.is_file():
-        source = file.read_text(encoding="utf-8", errors="replace")
-    elif config.is_file():
-        source = read_json(config).get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        if "default" not in named:
-            return False, "the chat templates have none named default; --chat cannot be used"
-        source = named["default"]
-    if not source:
-        return False, None
-    if not isinstance(source, str):
-        return False, "the chat template is no text; --chat cannot be used"
+    file, config = model_dir / FILE, model_dir / CONFIG
     try:
-        _chat_template(source)
-    except Exception as e:  # jinja2's, for foreign text
-        reason = " ".join(str(e).split())[:200]
-        return False, f"the chat template is broken ({reason}); --chat cannot be used"
-    return True, None
+        jinja = file.read_text(encoding="utf-8") if file.is_file() else None
+        found = find_template(model_dir, jinja, read_json(config) if config.is_file() else {})
+        if found is not None:
+            parse_chat(*found)
+    except UnicodeDecodeError as e:
+        return False, f"{file}: is not valid UTF-8 ({e}); --chat cannot be used: download it again"
+    except InputError as e:
+        return False, str(e)
+    return found is not None, None

@@ -27,7 +27,8 @@ def converse(engine: "Engine", system: str | None, options: dict[str, Any]) -> N
     while True:
         try:
             line = input("> ").strip()
-        except UnicodeDecodeError:
+            line.encode("utf-8")  # in the C locale Python lets foreign bytes in, as surrogates
+        except UnicodeError:
             click.echo("error: the line is not valid UTF-8: type it again", err=True)
             continue
         except EOFError:

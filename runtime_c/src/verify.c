@@ -895,6 +895,11 @@ static pds_status cpu_only(const pds_programs *s) {
     pds_program_name(p, name);
     for (uint32_t n = 0; n < p->n_instrs; n++) {
       const pds_instr *i = s->instrs + p->first_instr + n;
+      if (i->flags & PDS_INSTR_LLC)
+        return pds_fail(PDS_ERR_VERIFY,
+                        "%s: @%u: prefetch -> llc is not supported: this library has no queue aux "
+                        "to fill the CPU's cache ahead",
+                        name, n);
       if (i->queue != PDS_QUEUE_HOST && i->queue != PDS_QUEUE_CPU)
         return pds_fail(PDS_ERR_VERIFY,
                         "%s: @%u: queue %s needs a GPU plan; this library runs on "

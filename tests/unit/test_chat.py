@@ -68,7 +68,9 @@ def test_strftime_now() -> None:
     ("template", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% for %}", "cannot render"),
+        ("{% for %}", "no template that jinja reads .*line 1"),
+        ("{{ 1 / 0 }}", "cannot render .*ZeroDivisionError"),
+        ("{{ messages['x'].y }}", "cannot render .*has no attribute"),
         ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe|not allowed"),
         ("{{ messages[0]['content'] + 1 }}", "TypeError"),
@@ -98,6 +100,38 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
     assert ChatTemplate.of(make_plan(tmp_path, config), config).render(TALK) == "D"
     plan = make_plan(tmp_path, config, jinja="J{{ messages | length }}")
     assert ChatTemplate.of(plan, config).render(TALK) == "J4"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% if %}", ("chat_template: is no template", "Expected an expression, got", "line 1")),
+        ("{{ raise_exception('no system role') }}", ("chat_template: refuses", "no system role")),
+        ("{{ missing.content }}", ("chat_template: cannot render", "'missing' is undefined")),
+        ([{"name": "rag", "template": "x"}], ("named rag, expected one named default",)),
+        ([{"name": "default", "template": ["x"]}], ("chat_template 'default': is list", "text")),
+        (7, ("chat_template: is int", "the text of a template")),
+    ],
+)
+def test_template_that_fails_is_named(
+    tmp_path: Path, template: Any, words: tuple[str, ...]
+) -> None:
+    """Holds: one line that names the file, the field, and what jinja says."""
+    config: dict[str, Any] = {"chat_template": template}
+    with pytest.raises(InputError) as caught:
+        ChatTemplate.of(make_plan(tmp_path, config), config).render(TALK)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'tokenizer_config.json'}: chat_template")
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+    plan = make_plan(tmp_path, config, jinja="{{ x.y.z }}")
+    with pytest.raises(InputError, match="chat_template.jinja: cannot render"):
+        ChatTemplate.of(plan, config).render(TALK)
+
+
+def test_variables_may_have_any_name() -> None:
+    assert render_chat("{{ where }}{{ template }}", TALK, where=1, template=2) == "12"
 
 
 def test_no_template_and_bad_messages(tmp_path: Path) -> None:

@@ -203,9 +203,13 @@ def test_fork_truncate_save_restore(engine: pdscope.Engine, tmp_path: Path) -> N
 
 
 def test_save_to_a_bad_path(engine: pdscope.Engine, tmp_path: Path) -> None:
+    """Holds: what the caller passed is an InputError that names it; a full disk is a limit."""
     engine.prefill([1])
-    with pytest.raises(BudgetError, match="cannot be written"):
-        engine.save(tmp_path / "no" / "kv.bin")
+    for path in (tmp_path / "no" / "kv.bin", Path("/dev/null/kv.bin"), tmp_path):
+        with pytest.raises(InputError, match=f"^{path}: cannot be written"):
+            engine.save(path)
+    with pytest.raises(BudgetError, match="/dev/full: cannot be written"):
+        engine.save("/dev/full")
 
 
 def test_sessions_are_apart(engine: pdscope.Engine) -> None:

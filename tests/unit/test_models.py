@@ -273,11 +273,30 @@ def test_token_ids_that_the_model_lacks(tmp_path: Path, key: str, value: Any) ->
     assert generation_ids(tmp_path, {"pad_token_id": -1}, 64)["pad"] is None
 
 
-@pytest.mark.parametrize("template", ["{% if %}", [{"name": "rag", "template": "x"}]])
-def test_chat_template_that_cannot_be_used(tmp_path: Path, template: Any) -> None:
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [
+        ("{% if %}", "Expected an expression"),
+        (
+            [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "y"}],
+            "rag, tool_use",
+        ),
+        ([{"name": "default"}], "NoneType"),
+        ({"default": "x"}, "dict"),
+    ],
+)
+def test_chat_template_that_cannot_be_used(tmp_path: Path, template: Any, word: str) -> None:
+    """A note of the compile says which file is wrong and why; the model is usable without it."""
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": template}))
     usable, note = chat_template(tmp_path)
-    assert not usable and note and "--chat" in note
+    assert not usable and note and note.startswith(f"{config}: chat_template") and word in note
+    assert "--chat" in note
     config.write_text(json.dumps({"chat_template": "{{ messages }}"}))
     assert chat_template(tmp_path) == (True, None)
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ messages }}\xff")
+    usable, note = chat_template(tmp_path)
+    assert not usable and note and "chat_template.jinja: is not valid UTF-8" in note
+    (tmp_path / "chat_template.jinja").unlink()
+    config.unlink()
+    assert chat_template(tmp_path) == (False, None)

@@ -83,6 +83,17 @@ def test_only_cpu_programs_run() -> None:
     assert verify([one(PROLOGUE), one(layer), one(EPILOGUE)], [True], 1) == ""
 
 
+def test_prefetch_into_the_cache_is_refused_for_what_it_is() -> None:
+    """It needs no GPU, but a queue that this runtime lacks."""
+    text = renumber(BY_NAME["shared"], 0).replace("?c[2]", "?c[2] ?p[2]")
+    combine = next(line for line in text.splitlines() if "compute combine" in line)
+    ahead = "  @8 = prefetch ?p[*] -> llc  q=aux  wait(@4)"
+    text = text.replace(combine, f"{combine}\n{ahead}")
+    message = verify([one(PROLOGUE), one(text), one(EPILOGUE)], [True], 1)
+    assert "@8: prefetch -> llc is not supported" in message and "no queue aux" in message
+    assert "GPU" not in message
+
+
 @pytest.mark.parametrize("queue", [Queue.GPU0, Queue.GPU3])
 def test_the_queue_is_named(queue: Queue) -> None:
     p = one(PROLOGUE)
