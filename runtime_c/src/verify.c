@@ -895,11 +895,6 @@ static pds_status cpu_only(const pds_programs *s) {
     pds_program_name(p, name);
     for (uint32_t n = 0; n < p->n_instrs; n++) {
       const pds_instr *i = s->instrs + p->first_instr + n;
-      if (i->flags & PDS_INSTR_LLC)
-        return pds_fail(PDS_ERR_VERIFY,
-                        "%s: @%u: prefetch -> llc is not supported: this library has no queue aux "
-                        "to fill the CPU's cache ahead",
-                        name, n);
       if (i->queue != PDS_QUEUE_HOST && i->queue != PDS_QUEUE_CPU)
         return pds_fail(PDS_ERR_VERIFY,
                         "%s: @%u: queue %s needs a GPU plan; this library runs on "
@@ -911,8 +906,10 @@ static pds_status cpu_only(const pds_programs *s) {
                         "not supported by this library",
                         name, n, pds_opcode_name(i->opcode));
       if (i->opcode == PDS_OP_PREDICT || i->flags & PDS_INSTR_PREDICT)
-        return pds_fail(PDS_ERR_VERIFY, "%s: @%u: predict is not supported by this library", name,
-                        n);
+        return pds_fail(PDS_ERR_VERIFY,
+                        "%s: @%u: predict is not supported: this library has no predictor of the "
+                        "next layer's experts, nor the prefetches that need one",
+                        name, n);
     }
     if (p->streams != 1)
       return pds_fail(PDS_ERR_VERIFY, "%s: %u streams are not supported by this library", name,

@@ -84,13 +84,14 @@ def test_only_cpu_programs_run() -> None:
 
 
 def test_prefetch_into_the_cache_is_refused_for_what_it_is() -> None:
-    """It needs no GPU, but a queue that this runtime lacks."""
+    """It needs no GPU, but a prediction, and this runtime has no predictor."""
     text = renumber(BY_NAME["shared"], 0).replace("?c[2]", "?c[2] ?p[2]")
+    text = text.replace("gate      ", "gate, predict")
     combine = next(line for line in text.splitlines() if "compute combine" in line)
     ahead = "  @8 = prefetch ?p[*] -> llc  q=aux  wait(@4)"
     text = text.replace(combine, f"{combine}\n{ahead}")
     message = verify([one(PROLOGUE), one(text), one(EPILOGUE)], [True], 1)
-    assert "@8: prefetch -> llc is not supported" in message and "no queue aux" in message
+    assert "@3: predict is not supported" in message and "prefetches" in message
     assert "GPU" not in message
 
 
