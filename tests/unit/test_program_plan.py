@@ -90,7 +90,8 @@ def test_prefetch_into_the_cache_is_refused_for_what_it_is() -> None:
     combine = next(line for line in text.splitlines() if "compute combine" in line)
     ahead = "  @8 = prefetch ?p[*] -> llc  q=aux  wait(@4)"
     text = text.replace(combine, f"{combine}\n{ahead}")
-    message = verify([one(PROLOGUE), one(text), one(EPILOGUE)], [True], 1)
+    last = renumber(BY_NAME["shared"], 1)
+    message = verify([one(PROLOGUE), one(text), one(last), one(EPILOGUE)], [True, True], 1)
     assert "@3: predict is not supported" in message and "prefetches" in message
     assert "GPU" not in message
 
