@@ -246,6 +246,31 @@ def test_context_beyond_the_model(model: Path) -> None:
     assert "512" in line
 
 
+@pytest.mark.parametrize("context", [1 << 31, 1 << 40, 10**30])
+def test_context_beyond_the_runtime(model: Path, context: int) -> None:
+    """Positions are 32-bit, whatever a configuration promises."""
+    promise = {"max_position_embeddings": 10**31}
+    edit_json(model / "config.json", lambda config: config.update(promise))
+    line = compile_fault(model, "--max-context", context)
+    assert f"--max-context {context}" in line and str(2**31 - 1) in line
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_folders_made_for_a_refused_plan_are_removed(model: Path, late: bool) -> None:
+    """A fault leaves nothing behind: found before the output folder is made, or after."""
+    if late:
+        (model / "tokenizer.json").write_text("{}")
+    else:
+        (model / SHARD).unlink()
+    out = model.parent / "new" / "er" / "out.plan"
+    line = run_here("pdscope-compile", model, "-o", out).fault()
+    assert ("tokenizer.json" if late else SHARD) in line
+    assert [p.name for p in model.parent.iterdir()] == ["model"]
+    (model.parent / "new").mkdir()  # not ours to remove
+    run_here("pdscope-compile", model, "-o", out).fault()
+    assert list((model.parent / "new").iterdir()) == []
+
+
 def test_disk_full(model: Path) -> None:
     """A file may not grow beyond 10 kB: fails in one line, leaves no plan, and then resumes."""
 

@@ -21,7 +21,7 @@ import jsonschema
 import numpy as np
 import pytest
 from support.assets import BUNDLED, ROOT
-from support.commands import run_command
+from support.commands import run_command, run_here
 from support.plans import PlanStore
 from support.runs import prefill_all
 
@@ -147,3 +147,22 @@ def test_force_replaces_a_plan(whole: Path, tmp_path: Path) -> None:
     ran = run_command("pdscope-compile", MODEL, "-o", out, "--force")
     assert ran.status == 0, ran.err
     assert contents(out) == contents(whole)
+
+
+def test_output_that_is_a_link(whole: Path, tmp_path: Path) -> None:
+    """The plan goes where the link points, and the link stays; also when it replaces a plan."""
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "plan"
+    link.symlink_to("disk/plan")
+    for more in ((), ("--force",)):
+        ran = run_here("pdscope-compile", MODEL, "-o", link, *more)
+        assert ran.status == 0, ran.err
+        assert link.is_symlink() and contents(tmp_path / "disk" / "plan") == contents(whole)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "plan"]
+    assert [p.name for p in (tmp_path / "disk").iterdir()] == ["plan"]
+
+
+def test_summary_counts_in_words_that_fit() -> None:
+    """Holds: "a summary at the end". Small models are counted in millions."""
+    ran = run_here("pdscope-compile", MODEL, "--dry-run")
+    assert ran.status == 0 and "MixtralForCausalLM, 3.7 M parameters, " in ran.out

@@ -7,11 +7,14 @@ usage), point 7 (--trace, PDSCOPE_DEBUG), and invalid UTF-8.
 import io
 import json
 import os
+import pty
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import fake_plan
@@ -214,6 +217,84 @@ def test_conversation(
     assert captured.out == "Hello wor\n" * 3
     assert captured.err.count("stopped by length") == 3
     assert "forget it with /clear" in captured.err
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_line_that_is_not_utf8_in_a_conversation(plan: str, locale: str) -> None:
+    """Holds: invalid UTF-8. The line is refused, and the conversation goes on."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "LC_ALL": locale}
+    with subprocess.Popen(
+        command(plan, "--chat", "-n", "2"),
+        **{"stdin": theirs, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+        env=environment,
+    ) as process:
+        os.close(theirs)
+        os.write(ours, b"caf\xe9\nHello\n\x04")  # the last is Ctrl-D
+        out, err = process.communicate(timeout=20)
+    os.close(ours)
+    assert process.returncode == 0 and b"Traceback" not in err
+    assert err.count(b"error: the line is not valid UTF-8: type it again") == 1
+    assert out == b"> > Hello wor\n> "
+
+
+def test_conversation_refuses_surrogates(
+    plan: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What input() makes of foreign bytes where the locale lets them in."""
+    lines = iter(["caf\udce9", EOFError()])
+
+    def ask(_: str) -> str:
+        line = next(lines)
+        if isinstance(line, Exception):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr(run, "_terminal", lambda: True)
+    with pytest.raises(SystemExit) as caught:
+        run.main.main([plan, "--chat"])
+    assert caught.value.code == 0
+    assert "the line is not valid UTF-8: type it again" in capsys.readouterr().err
+
+
+def changed(plan: str, folder: Path, config: dict[str, Any] | None, **manifest: Any) -> str:
+    """A copy of the plan with another tokenizer_config.json, or other fields of plan.json."""
+    shutil.copytree(plan, folder)
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    fake_plan.write_manifest(folder, **manifest)
+    return str(folder)
+
+
+def test_plan_without_a_tokenizer_says_so(invoke: Invoke, plan: str, tmp_path: Path) -> None:
+    """Holds: a model directory without a tokenizer gives a plan that takes token ids alone."""
+    bare = changed(plan, tmp_path / "p", None, tokenizer={"file": None, "chat_template": False})
+    for options in ((), ("--chat",)):
+        done = invoke(run.main, bare, "-p", "Hello", *options)
+        assert done.status == 1 and done.err.count("\n") == 1
+        assert f"{bare}: this plan has no tokenizer" in done.err and "generate(ids)" in done.err
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "the model has no chat template"),
+        ("{{ raise_exception('only one turn') }}", "chat_template: refuses the messages (only one"),
+        ("{{ messages[0].images[0] }}", "chat_template: cannot render these messages ("),
+        ("{% if %}", "chat_template: is no template that jinja reads ("),
+        ([{"name": "rag", "template": "x"}], "templates named rag, expected one named default"),
+    ],
+)
+def test_chat_template_that_fails(
+    invoke: Invoke, plan: str, tmp_path: Path, template: Any, words: str
+) -> None:
+    """Holds: status 1 with one line that names the template and what jinja says."""
+    other = changed(plan, tmp_path / "p", {"chat_template": template})
+    done = invoke(run.main, other, "--chat", "-p", "Hello")
+    assert done.status == 1 and done.err.count("\n") == 1
+    assert done.err.startswith(f"error: {other}") and words in done.err
+    assert invoke(run.main, other, "-p", "Hello", "-n", "1").status == 0
 
 
 def test_terminal_without_a_prompt_is_usage(

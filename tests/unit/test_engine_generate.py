@@ -112,7 +112,7 @@ def test_full_context_stops_cleanly(engine: pdscope.Engine, room: int) -> None:
     done = engine.generate(prompt, max_new_tokens=50, ignore_eos=True)
     assert len(done.tokens) == room + 1 and done.stop_reason == "context"
     done = engine.generate(prompt, max_new_tokens=None, ignore_eos=True)
-    assert len(done.tokens) == room + 1
+    assert len(done.tokens) == room + 1 and done.stop_reason == "context"
     done = engine.generate(prompt, max_new_tokens=room + 1, ignore_eos=True)
     assert done.stop_reason == "length"
 
