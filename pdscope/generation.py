@@ -1,6 +1,6 @@
 """Generation: what is asked, the loop over tokens, what came of it.
 
-May import numpy and pdscope.{errors,sampling,session,tokens}.
+May import numpy and pdscope.{arguments,errors,sampling,session,tokens}.
 """
 
 import time
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from pdscope.arguments import index
 from pdscope.errors import BudgetError, InputError
 from pdscope.sampling import Sampler, Sampling
 from pdscope.tokens import IncrementalDecoder, StopStrings
@@ -112,7 +113,7 @@ class Request:
                 "recompile with a larger --max-context"
             )
         if max_new_tokens is not None:
-            max_new_tokens = session._whole("max_new_tokens", max_new_tokens)
+            max_new_tokens = index("max_new_tokens", max_new_tokens)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
         room = limit + 1 - len(ids)  # the last token needs no place in the KV
