@@ -15,7 +15,7 @@ from pdscope.compiler.passmanager import Workspace
 from pdscope.ir.graph_text import print_graph
 
 if TYPE_CHECKING:
-    from pdscope.compiler.driver import Model
+    from pdscope.compiler.source import Model
 
 
 def _libraries() -> dict[str, str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CompileProgress:
-    """Implements compiler.driver.Progress: a byte bar a stage, and a line a finished pass."""
+    """Implements compiler.source.Progress: a byte bar a stage, and a line a finished pass."""
 
     def __init__(self, quiet: bool) -> None:
         self._shown = sys.stderr.isatty() and not quiet

@@ -1,0 +1,227 @@
+"""The passes of one compile, in order, and the manifest of what they made.
+
+May import every room but pdscope.cli and pdscope.engine.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pdscope
+from pdscope.compiler import target as targets
+from pdscope.compiler.passes.build_library import BuildLibrary
+from pdscope.compiler.passes.check_weights import CheckWeights
+from pdscope.compiler.passes.emit_source import EmitSource
+from pdscope.compiler.passes.lower import Lower
+from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
+from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMemory
+from pdscope.compiler.passes.schedule import Schedule
+from pdscope.compiler.passes.tokenizer_files import (
+    TokenizerFiles,
+    chat_template,
+    generation_ids,
+)
+from pdscope.compiler.passes.trace_model import CheckSemantics, TraceModel
+from pdscope.compiler.passmanager import (
+    PassManager,
+    PassResult,
+    Workspace,
+    sha256_file,
+    writing,
+)
+from pdscope.compiler.source import Model
+from pdscope.errors import BudgetError
+from pdscope.ir.graph_text import parse_graph
+from pdscope.ir.isa import ISA_HASH
+from pdscope.schema import FORMAT_VERSION, check_full
+
+DEFAULT_CONTEXT = 32768  # upper end of the default; the model's own limit if that is less
+MAX_CONTEXT = 2**31 - 1  # positions are 32-bit integers in the runtime
+
+
+class Pipeline:
+    """The passes of one compile, in order."""
+
+    def __init__(
+        self,
+        source: Model,
+        target: targets.Target,
+        workspace: Workspace,
+        after_pass: Callable[[PassResult], None],
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.workspace = workspace
+        self.manager = PassManager(workspace, compiler_sha256(), after_pass)
+        self.config_sha256 = sha256_file(source.config_file)
+
+    def analyse(self) -> MemoryPlan:
+        """Everything that needs no weight: graph, lowering, programs, memory."""
+        options = self.source.options
+        self.manager.run(TraceModel(self.source, self.config_sha256))
+        self.graph = parse_graph(self.workspace.read_text("graph.txt"))
+        self.manager.run(CheckSemantics(self.source, self.config_sha256))
+        context = self._context(self.graph.max_context)
+        self.lowered = Lower(self.source.dtype(self.graph), context).run(self.graph)
+        # Faults of small files come to light before the weights are read.
+        directory, notes = self.source.directory, self.source.notes
+        self.generation = generation_ids(directory, self.source.config, self.lowered.vocab)
+        self.chat, problem = chat_template(directory)
+        if problem is not None:
+            notes.append(problem)
+        self.memory = PlanMemory(options.max_rows).run(self.lowered)
+        self.manager.run(Schedule(self.lowered, self.memory.max_rows))
+        program_bytes = self.workspace.path("program.bin").stat().st_size
+        self.memory = self.memory.with_programs(program_bytes)
+        self.manager.run(WriteMemory(self.memory))
+        session, total = self.memory.summary()["session"], _memory_total()
+        if session > total:
+            notes.append(
+                f"a session takes {session / 2**30:.1f} GiB, this machine has "
+                f"{total / 2**30:.1f} GiB of memory; a lower --max-context makes it smaller"
+            )
+        return self.memory
+
+    def finish(self) -> dict[str, Any]:
+        """Weights, code, tokenizer and manifest."""
+        run, source, lowered = self.manager.run, self.source, self.lowered
+        self.weights_sha256 = source.weights_sha256()
+        run(TokenizerFiles(source.directory, lowered.vocab))
+        reader = _Lazy(source.reader)
+        if source.options.check_weights and source.checkpoint is not None:
+            run(CheckWeights(source.checkpoint, self.weights_sha256))
+        source.progress.start("pack weights", sum(f.bytes for f in lowered.files))
+        for file in lowered.files:
+            hashes = self.weights_sha256, self.config_sha256
+            result = run(PackWeights(file, reader, *hashes, source.progress.advance))
+            if result.cached:
+                source.progress.advance(file.bytes)
+        self.plan_hash = self._plan_hash()
+        run(EmitSource(lowered, self.memory, self.plan_hash, self.target.features, FORMAT_VERSION))
+        run(BuildLibrary(self.target.isa))
+        manifest = self.manifest()
+        check_full(manifest)
+        # The manifest is the last file: a directory without it is no plan.
+        with writing(self.workspace.path("plan.json")) as path:
+            path.write_text(
+                json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+        return manifest
+
+    def results(self) -> tuple[PassResult, ...]:
+        return tuple(self.workspace.records.values())
+
+    def manifest(self) -> dict[str, Any]:
+        """plan.json; pdscope/plan_schema.json describes it. A dry run has no hashes of weights and
+        code."""
+        model, files = self.lowered, self.workspace.files()
+        moe = [x for x in model.layers if x.gate is not None]
+        gate = moe[0].gate.attrs if moe and moe[0].gate else None
+        programs = Schedule(model, self.memory.max_rows).programs()
+        return {
+            "format_version": FORMAT_VERSION,
+            "generator": f"pdscope {pdscope.__version__}",
+            "plan_hash": getattr(self, "plan_hash", ""),
+            "model": {
+                "architecture": model.architecture,
+                "source_name": self.source.directory.resolve().name,
+                "config_sha256": self.config_sha256,
+                "weights_sha256": getattr(self, "weights_sha256", ""),
+                "layers": len(model.layers),
+                "moe_layers": len(moe),
+                "hidden": model.hidden,
+                "vocab": model.vocab,
+                "experts": gate.experts if gate else 0,
+                "top_k": gate.top_k if gate else 0,
+                "parameters": model.parameters,
+                "load_format": "dummy" if self.source.dummy else "safetensors",
+            },
+            "dtype": model.dtype,
+            "max_context": model.max_context,
+            "max_rows": self.memory.max_rows,
+            "max_logits": self.memory.max_logits,
+            "kv_block": self.memory.kv_block,
+            "target": {
+                k: list(v) if isinstance(v, tuple) else v for k, v in vars(self.target).items()
+            },
+            "placement": {
+                "device": "cpu",
+                "experts": {"cpu": sum(x.gate.attrs.experts for x in moe if x.gate), "gpu": 0},
+            },
+            "programs": {
+                "count": len(programs),
+                "instructions": sum(len(p.instrs) for p in programs),
+                "isa_hash": f"{ISA_HASH:08x}",
+            },
+            "memory": self.memory.summary(),
+            "generation": self.generation,
+            "tokenizer": {
+                "file": "tokenizer.json" if "tokenizer.json" in files else None,
+                "chat_template": self.chat,
+            },
+            "files": {p: asdict(f) for p, f in files.items()},
+        }
+
+    def _context(self, limit: int) -> int:
+        wanted = self.source.options.max_context
+        if wanted is None:
+            if limit > DEFAULT_CONTEXT:
+                self.source.notes.append(
+                    f"context {DEFAULT_CONTEXT} of the model's {limit}; --max-context raises it"
+                )
+            return min(limit, DEFAULT_CONTEXT)
+        if wanted > MAX_CONTEXT:
+            raise BudgetError(f"--max-context {wanted}: a plan can hold at most {MAX_CONTEXT}")
+        if wanted > limit:
+            raise BudgetError(
+                f"--max-context {wanted}: the model was made for at most {limit} tokens "
+                "(max_position_embeddings in config.json)"
+            )
+        return wanted
+
+    def _plan_hash(self) -> str:
+        """Identity of what the plan computes: the same inputs give the same hash."""
+        parts = [
+            f"format {FORMAT_VERSION}",
+            self.workspace.sha256("graph.txt"),
+            self.workspace.sha256("program.bin"),
+            self.workspace.sha256("memory.json"),
+            self.weights_sha256,
+            *(self.workspace.sha256(f.path) for f in self.lowered.files),
+        ]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@dataclass
+class _Lazy:
+    """A weight reader that is opened on first use: a resumed compile may need none."""
+
+    open: Callable[[], WeightReader]
+    reader: WeightReader | None = None
+
+    def get(self, param: str, part: str = "whole", expert: int | None = None) -> Any:
+        if self.reader is None:
+            self.reader = self.open()
+        return self.reader.get(param, part, expert)
+
+
+def compiler_sha256() -> str:
+    """Identity of the compiler: the text of its own sources. Cached passes of another version are
+    not used."""
+    digest = hashlib.sha256(pdscope.__version__.encode())
+    root = Path(pdscope.__file__).parent
+    for room in ("ir", "models", "compiler", "codegen_templates", "runtime_c"):
+        for path in sorted((root / room).rglob("*")):
+            if path.suffix in (".py", ".j2", ".c", ".h", ".inc"):
+                digest.update(path.relative_to(root).as_posix().encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _memory_total() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

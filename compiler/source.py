@@ -1,0 +1,139 @@
+"""What is compiled, and how: the model's files and the caller's options.
+
+May import pdscope.errors, pdscope.ir and pdscope.compiler.{checkpoint,trace,passes}.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from pdscope.compiler.checkpoint import (
+    Checkpoint,
+    DummyWeights,
+    Weights,
+    check_link,
+    map_parameters,
+)
+from pdscope.compiler.passes.pack_weights import WeightReader
+from pdscope.compiler.passes.tokenizer_files import read_json
+from pdscope.compiler.trace import TracedModel, load_model
+from pdscope.errors import InputError
+from pdscope.ir.graph import Graph
+
+DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+class Progress(Protocol):
+    """What a caller sees of a long compile."""
+
+    def start(self, what: str, total: int) -> None:
+        """A stage of `total` bytes begins."""
+
+    def advance(self, amount: int) -> None: ...
+
+
+class Silent:
+    def start(self, what: str, total: int) -> None:
+        pass
+
+    def advance(self, amount: int) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compile; see `pdscope-compile --help` for each."""
+
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_context: int | None = None
+    max_rows: int = 512
+    target: str = "native"
+    check_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("dtype", self.dtype, DTYPES),
+            ("load_format", self.load_format, LOAD_FORMATS),
+        ):
+            if value not in known:
+                raise InputError(
+                    f"{name}: '{value}' is unknown; expected one of {', '.join(known)}"
+                )
+        if self.max_context is not None and self.max_context < 1:
+            raise InputError(f"max_context: expected at least 1, got {self.max_context}")
+        if not 1 <= self.max_rows <= 65536:
+            raise InputError(f"max_rows: expected 1 to 65536, got {self.max_rows}")
+
+
+@dataclass
+class Model:
+    """The input: a directory with config.json and weights, or a config.json alone for dummy
+    weights."""
+
+    path: Path
+    options: Options
+    progress: Progress
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.path.exists():
+            raise InputError(f"{self.path}: no such file or directory; expected a model directory")
+        self.directory = self.path if self.path.is_dir() else self.path.parent
+        self.config_file = self.path / "config.json" if self.path.is_dir() else self.path
+        check_link(self.config_file)
+        if not self.config_file.is_file():
+            raise InputError(
+                f"{self.path}: has no config.json; expected a Hugging Face model directory"
+            )
+        self.dummy = self.options.load_format == "dummy"
+        if self.path.is_file() and not self.dummy:
+            raise InputError(
+                f"{self.path}: is a file; expected a model directory (or --load-format dummy)"
+            )
+        self.checkpoint = None if self.dummy else Checkpoint.open(self.directory)
+        self._traced: TracedModel | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return read_json(self.config_file)
+
+    @property
+    def traced(self) -> TracedModel:
+        """The meta model and its graph; loads transformers on first use."""
+        if self._traced is None:
+            self._traced = load_model(self.path)
+        return self._traced
+
+    def dtype(self, graph: Graph) -> str:
+        """The plan's dtype; `auto` keeps what the checkpoint holds (fp16 becomes fp32: bf16 would
+        round it)."""
+        if self.options.dtype != "auto":
+            return self.options.dtype
+        held = graph.dtype if self.checkpoint is None else self.checkpoint.main_dtype
+        if held == "bfloat16":
+            return "bf16"
+        if held != "float32":
+            self.notes.append(f"{held} weights are kept exactly, as fp32; --dtype bf16 halves them")
+        return "fp32"
+
+    def weights_sha256(self) -> str:
+        if self.checkpoint is None:
+            return hashlib.sha256(b"dummy weights 1").hexdigest()
+        self.progress.start("hash weights", self.checkpoint.total_bytes)
+        seen = 0
+
+        def report(done: int, _: int) -> None:
+            nonlocal seen
+            self.progress.advance(done - seen)
+            seen = done
+
+        return self.checkpoint.content_hash(report)
+
+    def reader(self) -> WeightReader:
+        meta = self.traced.meta_model
+        if self.checkpoint is None:
+            return DummyWeights(meta, "float32" if self.options.dtype == "fp32" else "bfloat16")
+        return Weights(self.checkpoint, map_parameters(meta, self.checkpoint))
