@@ -22,10 +22,13 @@ import numpy as np
 import pytest
 from support.assets import BUNDLED, ROOT
 from support.commands import run_command, run_here
+from support.damage import edit_json
 from support.plans import PlanStore
 from support.runs import prefill_all
 
 import pdscope
+from pdscope.compiler.passmanager import PassResult
+from pdscope.errors import ModelError
 
 MODEL = BUNDLED / "tiny-mixtral"
 
@@ -103,6 +106,22 @@ def test_killed_at_random_moments(whole: Path, tmp_path: Path) -> None:
             shutil.rmtree(out)
     pdscope.compile(MODEL, out)
     assert contents(out) == contents(whole)
+
+
+def test_configuration_changed_between_kill_and_resume(tmp_path: Path) -> None:
+    """Packed weights of another config.json are not taken over: its faults are found again."""
+
+    def interrupt(result: PassResult) -> None:
+        if result.name == "build-library":
+            raise KeyboardInterrupt
+
+    model, out = Path(shutil.copytree(MODEL, tmp_path / "model")), tmp_path / "plan"
+    with pytest.raises(KeyboardInterrupt):
+        pdscope.compile(model, out, after_pass=interrupt)
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    edit_json(model / "config.json", lambda config: config.update(num_hidden_layers=layers - 1))
+    with pytest.raises(ModelError, match=f"layers.{layers - 1}.*not a parameter"):
+        pdscope.compile(model, out)
 
 
 def test_same_inputs_same_bytes(whole: Path, tmp_path: Path) -> None:
