@@ -13,7 +13,7 @@ PIP_ARGS ?=
 JOBS ?= 2
 DEMO_MODEL := examples/models/tiny-mixtral
 DEMO_PLAN := plan-demo
-DEMO_PROMPT ?= What is a good way to learn to cook?
+DEMO_PROMPT ?= What should I eat for breakfast?
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
@@ -39,12 +39,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/pdscope-compile $(DEMO_MODEL) -o $(DEMO_PLAN) --force
-	$(BIN)/pdscope-run $(DEMO_PLAN) --chat --prompt '$(DEMO_PROMPT)' --max-new-tokens 120 --temperature 0.7 --top-p 0.9 --seed 5
+	$(BIN)/pdscope-run $(DEMO_PLAN) --chat --prompt '$(DEMO_PROMPT)'
 	@echo
 	@echo "The plan is in $(DEMO_PLAN)/. Look at it:"
 	@echo "  $(BIN)/pdscope-inspect $(DEMO_PLAN)                             what it holds"
 	@echo "  $(BIN)/pdscope-inspect $(DEMO_PLAN) --layer 2 --phase decode    one layer's program"
-	@echo "  $(BIN)/pdscope-run $(DEMO_PLAN) --chat                          ask it something (prompt on standard input)"
+	@echo "  $(BIN)/pdscope-run $(DEMO_PLAN) --chat                          talk to it (Ctrl-D ends)"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

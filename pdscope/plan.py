@@ -1,7 +1,7 @@
 """A plan directory as its readers see it: plan.json, checked, and the paths of its files.
 
-May import pdscope.errors, pdscope.schema and the standard library; numpy, cffi and jsonschema stay
-out, so that pdscope-inspect answers at once.
+May import pdscope.{errors,schema}, the hash of pdscope.ir.isa and the standard library; numpy, cffi
+and jsonschema stay out, so that pdscope-inspect answers at once.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pdscope.errors import PlanError, TargetError
+from pdscope.ir.isa import ISA_HASH
 from pdscope.schema import FORMAT_VERSION, check_full, check_light
 
 PHASES = ("decode", "batch", "prefill")
@@ -42,6 +43,7 @@ class Plan:
         """
         identity = _identity(Path(path))
         plan = cls(Path(path), _read(Path(path)), identity)
+        plan._check_instructions()
         plan._check_tokens()
         plan._check_sizes()
         if verify:
@@ -205,6 +207,14 @@ class Plan:
         except ValueError as error:
             raise PlanError(f"{self.path / name}: not valid JSON ({error}): recompile") from None
         return loaded
+
+    def _check_instructions(self) -> None:
+        said, ours = self.data["programs"]["isa_hash"], f"{ISA_HASH:08x}"
+        if said != ours:
+            raise PlanError(
+                f"{self.path / 'plan.json'}: programs: isa_hash is {said}, but the instruction set "
+                f"of this PDScope is {ours}: recompile the model with pdscope-compile"
+            )
 
     def _check_tokens(self) -> None:
         said = self.data["generation"]

@@ -1,21 +1,42 @@
-"""The whole check of a plan: hashes, schema, programs. Behind `pdscope-inspect --verify`.
+"""The whole check of a plan, behind `pdscope-inspect --verify`: hashes, schema, programs, and
+whether the files agree with each other.
 
-May import pdscope.{errors,ir,plan,schema}.
+graph.txt, the dtype and the limits decide everything else that a plan says, so it is computed again
+and compared: src/plan.c, memory.json and plan.json, field by field. Taken on trust are what nothing
+else in the directory repeats: source_name, config_sha256, the target's name, token ids that
+generation_config.json leaves to config.json, and the library's code, which is only hashed.
+
+May import pdscope.{errors,ir,plan,plan_diff,runtime_c,schema} and those passes of the compiler that
+read no weights.
 """
 
+import hashlib
 import re
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from pdscope.errors import PlanError
+from pdscope.compiler.emit import plan_source
+from pdscope.compiler.lowered import LoweredModel
+from pdscope.compiler.passes.lower import Lower
+from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory
+from pdscope.compiler.passes.tokenizer_files import COPIED, chat_template, generation_ids
+from pdscope.errors import PdscopeError, PlanError
 from pdscope.ir.encode import decode, encode, program_order
-from pdscope.ir.graph import GateAttrs
 from pdscope.ir.graph_text import parse_graph
-from pdscope.ir.isa import ISA_HASH, Phase
+from pdscope.ir.isa import Phase
 from pdscope.ir.program import Program
 from pdscope.ir.text import parse_programs
 from pdscope.ir.verify import verify, verify_sequence
 from pdscope.plan import Plan
-from pdscope.schema import check_full
+from pdscope.plan_diff import flatten
+from pdscope.runtime_c import ISA_PATHS
+from pdscope.schema import FORMAT_VERSION, check_full
+
+_EDITED = "the plan was edited, or made by another PDScope; recompile the model"
+_MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF file
+_DUMMY = hashlib.sha256(b"dummy weights 1").hexdigest()  # weights_sha256 of --load-format dummy
+_RECORDS = {"PDS_F32": "fp32", "PDS_BF16": "bf16", "PDS_I8": "int8", "PDS_I4": "int4"}
 
 
 def check_plan(plan: Plan, progress: Callable[[int], None] | None = None) -> list[str]:
@@ -24,19 +45,21 @@ def check_plan(plan: Plan, progress: Callable[[int], None] | None = None) -> lis
     `progress` is told bytes read.
     """
     problems = plan.hash_problems(progress)
-    for check in (_check_schema, _check_programs, _check_fields):
+    for check in (_schema, _programs, _fields, _target, _tokenizer):
         try:
-            check(plan)
-        except PlanError as error:
+            problems += check(plan)
+        except PdscopeError as error:
             problems.append(str(error))
     return problems
 
 
-def _check_schema(plan: Plan) -> None:
+def _schema(plan: Plan) -> Iterator[str]:
     check_full(plan.data)
+    yield from ()
 
 
-def _check_programs(plan: Plan) -> None:
+def _programs(plan: Plan) -> Iterator[str]:
+    """Texts keep the rules and are what program.bin holds; plan.json counts them."""
     programs: list[Program] = []
     for name in plan.program_files():
         programs += parse_programs(plan.read_text(name), name)
@@ -46,57 +69,177 @@ def _check_programs(plan: Plan) -> None:
     for phase in Phase:
         if sequence := [p for p in programs if p.phase is phase]:
             verify_sequence(sequence)
-    data = (plan.path / "program.bin").read_bytes()
+    data = plan.read_bytes("program.bin")
     decoded = decode(data)
     for text, binary in zip(programs, decoded, strict=False):
         if text != binary:
             raise PlanError(
-                f"program.bin: {binary.name} differs from programs/{text.file_stem}.plan: the plan "
-                "was edited; recompile the model"
+                f"program.bin: {binary.name} differs from programs/{text.file_stem}.plan: {_EDITED}"
             )
-    said = plan.data["programs"]
-    found = {
-        "count": len(decoded),
-        "instructions": sum(len(p.instrs) for p in decoded),
-        "isa_hash": f"{ISA_HASH:08x}",
-    }
     if len(programs) != len(decoded) or encode(programs) != data:
         raise PlanError(
-            f"program.bin: holds {len(decoded)} programs, programs/ {len(programs)}, and they "
-            "are not "
-            "the same: the plan was edited; recompile the model"
+            f"program.bin: holds {len(decoded)} programs, programs/ {len(programs)}, and they are "
+            f"not the same: {_EDITED}"
         )
-    for key, value in found.items():
-        if said[key] != value:
-            raise PlanError(
-                f"plan.json: programs: {key} is {said[key]}, found {value}: the plan was edited "
-                "or is "
-                "of another PDScope; recompile the model"
-            )
+    instructions = sum(len(p.instrs) for p in decoded)
+    yield from _compare(plan, "programs.count", len(decoded), "program.bin")
+    yield from _compare(plan, "programs.instructions", instructions, "program.bin")
 
 
-def _check_fields(plan: Plan) -> None:
-    """plan.json repeats what graph.txt, memory.json and plan.c say: they must agree."""
-    graph = parse_graph(plan.read_text("graph.txt"))
-    gates = [n.attrs for n in graph.nodes if isinstance(n.attrs, GateAttrs)]
-    model, source = plan.model, plan.read_text("src/plan.c")
-    pairs: list[tuple[str, object, object]] = [
-        ("model: architecture", model["architecture"], graph.architecture),
-        ("model: hidden", model["hidden"], graph.hidden),
-        ("model: vocab", model["vocab"], graph.vocab),
-        ("model: layers", model["layers"], graph.layers),
-        ("model: experts", model["experts"], gates[0].experts if gates else 0),
-        ("model: top_k", model["top_k"], gates[0].top_k if gates else 0),
+def _fields(plan: Plan) -> Iterator[str]:
+    problems = list(_source(plan))
+    yield from problems
+    if not problems:  # else what is derived from the wrong value would all differ
+        yield from _derived(plan)
+
+
+def _source(plan: Plan) -> Iterator[str]:
+    """What plan.json and src/plan.c both say."""
+    source = plan.read_text("src/plan.c")
+    fields: list[tuple[str, str, Callable[[str], Any]]] = [
+        ("generator", r"Generated by (pdscope \S+) from", str),
+        ("plan_hash", r'\.plan_hash = "([^"]*)"', str),
+        ("dtype", r"\.embed = \{ (\w+),", lambda s: _RECORDS.get(s, s)),
+        ("target.features", r'\.required_features = "([^"]*)"', str.split),
+        *((f"model.{k}", rf"\.{k} = (\d+)", int) for k in ("hidden", "vocab")),
+        ("model.layers", r"\.n_layers = (\d+)", int),
+        *(
+            (k, rf"\.{k} = (\d+)", int)
+            for k in ("max_context", "max_rows", "max_logits", "kv_block")
+        ),
     ]
-    sizes = [entry["bytes"] for entry in plan.memory_table()["weights"]]
-    pairs.append(("memory: weights", plan.data["memory"]["weights"], sum(sizes)))
-    if found := re.search(r'\.required_features = "([^"]*)"', source):
-        pairs.append(("target: features", plan.data["target"]["features"], found[1].split()))
-    if found := re.search(r"\.act_dtype = (\w+)", source):
-        pairs.append(("dtype", plan.data["dtype"] == "fp32", found[1] == "PDS_F32"))
-    for name, said, other in pairs:
-        if said != other:
-            raise PlanError(
-                f"plan.json: {name}: {said} is not {other}, as the rest of the plan says: the plan "
-                "was edited; recompile the model"
+    for name, pattern, value in fields:
+        if not (found := re.search(pattern, source)):
+            raise PlanError(f"src/plan.c: has no {name}: {_EDITED}")
+        yield from _compare(plan, name, value(found[1]), "src/plan.c")
+
+
+def _derived(plan: Plan) -> Iterator[str]:
+    """Everything that follows from the graph, the dtype and the limits, computed again."""
+    data = plan.data
+    graph = parse_graph(plan.read_text("graph.txt"))
+    model = Lower(data["dtype"], data["max_context"]).run(graph)
+    memory = PlanMemory(data["max_rows"]).run(model)
+    memory = memory.with_programs(len(plan.read_bytes("program.bin")))
+    for name, value in _expected(plan, model, memory).items():
+        yield from _compare(plan, name, value, "graph.txt")
+    yield from _memory_table(plan, memory)
+    said = plan.read_text("src/plan.c").splitlines()
+    source = plan_source(
+        model,
+        memory,
+        memory.program_bytes,
+        data["plan_hash"],
+        data["target"]["features"],
+        data["generator"],
+        FORMAT_VERSION,
+    ).splitlines()
+    for number, (line, other) in enumerate(zip(said, source, strict=False), 1):
+        if line != other:
+            yield (
+                f"src/plan.c:{number}: {_short(line)!r}, graph.txt and plan.json give "
+                f"{_short(other)!r}: {_EDITED}"
             )
+            return
+    if len(said) != len(source):
+        yield f"src/plan.c: {len(said)} lines, graph.txt gives {len(source)}: {_EDITED}"
+
+
+def _expected(plan: Plan, model: LoweredModel, memory: MemoryPlan) -> dict[str, Any]:
+    """Fields of plan.json by their dotted names."""
+    gates = [layer.gate.attrs for layer in model.layers if layer.gate]
+    weights = plan.model["weights_sha256"]
+    return {
+        "plan_hash": _plan_hash(plan, [file.path for file in model.files]),
+        "model.architecture": model.architecture,
+        "model.layers": len(model.layers),
+        "model.moe_layers": len(gates),
+        "model.hidden": model.hidden,
+        "model.vocab": model.vocab,
+        "model.experts": gates[0].experts if gates else 0,
+        "model.top_k": gates[0].top_k if gates else 0,
+        "model.parameters": model.parameters,
+        "model.load_format": "dummy" if weights == _DUMMY else "safetensors",
+        "max_rows": memory.max_rows,
+        "max_logits": memory.max_logits,
+        "kv_block": memory.kv_block,
+        "placement.device": "cpu",
+        "placement.experts.cpu": sum(g.experts for g in gates),
+        "placement.experts.gpu": 0,
+        **{f"memory.{name}": value for name, value in memory.summary().items()},
+        **{f"files.{file.path}.bytes": file.bytes for file in model.files},
+    }
+
+
+def _plan_hash(plan: Plan, weights: list[str]) -> str:
+    """Pipeline._plan_hash of the compiler, from the hashes in plan.json."""
+
+    def sha256(name: str) -> str:
+        return str(plan.files[name]["sha256"]) if name in plan.files else "missing"
+
+    parts = [
+        f"format {FORMAT_VERSION}",
+        *map(sha256, ("graph.txt", "program.bin", "memory.json")),
+        str(plan.model["weights_sha256"]),
+        *map(sha256, weights),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _memory_table(plan: Plan, memory: MemoryPlan) -> Iterator[str]:
+    said, found = flatten(plan.memory_table()), flatten(memory.table())
+    off = [n for n in sorted(said.keys() | found.keys()) if said.get(n) != found.get(n)]
+    if off:
+        more = f" (and {len(off) - 1} more)" if len(off) > 1 else ""
+        yield (
+            f"memory.json: {off[0]}: {said.get(off[0])} is not {found.get(off[0])}, as graph.txt "
+            f"and plan.json give{more}: {_EDITED}"
+        )
+
+
+def _target(plan: Plan) -> Iterator[str]:
+    """The library's architecture, and the kernel paths that the required features allow."""
+    target = plan.data["target"]
+    head = plan.read_bytes("lib/libpdscope.so")[:20]
+    if head[:4] != b"\x7fELF" or len(head) < 20:
+        raise PlanError(f"lib/libpdscope.so: is no ELF library: {_EDITED}")
+    (machine,) = struct.unpack_from("<H", head, 18)
+    found = _MACHINES.get(machine, f"ELF machine {machine}")
+    yield from _compare(plan, "target.arch", found, "lib/libpdscope.so")
+    paths = {n: p for n, p in ISA_PATHS.items() if p.arch in (target["arch"], "any")}
+    features = set(target["features"])
+    allowed = [n for n, p in paths.items() if set(p.features) <= features]
+    # A plan for any CPU requires nothing, and has every path.
+    if features or target["isa"] != list(paths):
+        yield from _compare(plan, "target.isa", allowed, "the required features")
+
+
+def _tokenizer(plan: Plan) -> Iterator[str]:
+    """Token ids and tokenizer, as the copied files of the model say."""
+    if added := [name for name in COPIED if name in plan.unlisted_files()]:
+        raise PlanError(
+            f"{added[0]}: is not listed in plan.json: remove it, or recompile the model"
+        )
+    said = plan.data["generation"]
+    # What generation_config.json leaves open came from config.json, which a plan does not hold.
+    rest = {f"{name}_token_id": value for name, value in said.items()}
+    for name, value in generation_ids(plan.path, rest, plan.vocab).items():
+        yield from _compare(plan, f"generation.{name}", value, "generation_config.json")
+    file = "tokenizer.json" if "tokenizer.json" in plan.files else None
+    yield from _compare(plan, "tokenizer.file", file, "files")
+    usable, _ = chat_template(plan.path)
+    yield from _compare(plan, "tokenizer.chat_template", usable, "the tokenizer's files")
+
+
+def _compare(plan: Plan, name: str, found: object, where: str) -> Iterator[str]:
+    """The problem, if the field `name` (dotted) of plan.json is not `found`."""
+    said: Any = plan.data
+    parts = name.split(".") if not name.startswith("files.") else ["files", name[6:-6], "bytes"]
+    for part in parts:
+        said = said.get(part) if isinstance(said, dict) else None
+    if said != found:
+        yield f"plan.json: {': '.join(parts)}: {said} is not {found}, as {where} gives: {_EDITED}"
+
+
+def _short(line: str) -> str:
+    return line.strip() if len(line.strip()) <= 60 else line.strip()[:57] + "..."

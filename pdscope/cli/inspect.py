@@ -47,7 +47,8 @@ def _layer(_ctx: click.Context, _param: click.Parameter, value: str | None) -> i
     "--verify",
     "what",
     flag_value="verify",
-    help="Re-check every file's SHA-256, the schema, and the verifier's rules for all programs.",
+    help="Re-check every file's SHA-256, the schema, the verifier's rules for all programs, and "
+    "that plan.json, memory.json and plan.c say what the graph gives.",
 )
 @click.option(
     "--diff",
@@ -192,7 +193,7 @@ def _verify(plan: "Plan", as_json: bool) -> None:
     programs = plan.data["programs"]["count"]
     click.echo(
         f"ok: {len(plan.files)} files, {plan.total_bytes:,} bytes have their hashes; {programs} "
-        "programs keep every rule and equal program.bin"
+        "programs keep every rule and equal program.bin; memory and constants follow from the graph"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.assets import BUNDLED
+from support.assets import model_path
 from support.hf_reference import assert_rows_agree, load_reference, run_reference
 from support.plans import PlanStore
 from support.runs import KINDS, close, kind_model, kind_plan, prefill_all, random_ids
@@ -23,10 +23,16 @@ CONTEXT = 192
 EDGES = (63, 64, 65, 127, 128, 129, 191, 192)
 
 
-@pytest.fixture(scope="module", params=[*KINDS, "bf16", "int8", "int4"])
+DTYPES = ("bf16", "int8", "int4")
+
+
+@pytest.fixture(scope="module", params=[*KINDS, *DTYPES, *(f"mla-{dtype}" for dtype in DTYPES)])
 def engine(request: pytest.FixtureRequest, plans: PlanStore) -> Iterator[Any]:
-    if request.param in ("bf16", "int8", "int4"):
-        plan = plans.compile(BUNDLED / "tiny-mixtral", dtype=request.param, max_context=CONTEXT)
+    """fp32 plans of random models; of trained ones, whose routing bears rounding, the others."""
+    kind, _, dtype = request.param.rpartition("-")
+    if dtype in DTYPES:
+        model = model_path("tiny-deepseek-v2" if kind else "tiny-mixtral")
+        plan = plans.compile(model, dtype=dtype, max_context=CONTEXT)
     else:
         plan = kind_plan(plans, request.param, "fp32", CONTEXT)
     with pdscope.load(plan, threads=2) as engine:

@@ -4,12 +4,13 @@ Holds: "README: what it is, the two commands, a picture or listing of a plan, th
 limits."
 """
 
+import platform
 import re
 from pathlib import Path
 
 import pytest
 from support.assets import BUNDLED, ROOT
-from support.commands import run_command
+from support.commands import run_command, run_here
 from support.plans import PlanStore
 
 README = ROOT / "README.md"
@@ -32,6 +33,50 @@ def test_python_example_runs(
     exec(compile(code.replace("4096", "512"), "README.md", "exec"), names)
     assert capsys.readouterr().out
     assert getattr(names["rows"], "shape", None) == (2, 8192)
+
+
+def blocks() -> dict[str, list[str]]:
+    """Command -> the lines that README.md shows below it."""
+    found: dict[str, list[str]] = {}
+    for block in re.findall(r"^```\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found[line[2:]] = []
+            elif block.startswith("$ "):
+                found[list(found)[-1]].append(line)
+    return found
+
+
+def test_listing_of_the_plan(plans: PlanStore) -> None:
+    """Line by line, but for the path, the size of the library and, elsewhere, the processor."""
+    shown = blocks()["pdscope-inspect plan-demo"]
+    plan = plans.compile(BUNDLED / "tiny-mixtral", target="any")
+    listed = run_here("pdscope-inspect", plan).out.splitlines()
+    words = {"plan ", "on disk"} | (set() if platform.machine() == "x86_64" else {"runs on"})
+
+    def same_everywhere(lines: list[str]) -> list[str]:
+        return [line for line in lines if not line.startswith(tuple(words))]
+
+    assert same_everywhere(shown) == same_everywhere(listed)
+    assert [line[:14] for line in shown] == [line[:14] for line in listed]
+
+
+def test_answer_of_the_demo(plans: PlanStore) -> None:
+    """The question is the Makefile's."""
+    plan = plans.compile(BUNDLED / "tiny-mixtral")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (prompt,) = re.findall(r"^DEMO_PROMPT \?= (.*)$", makefile, re.M)
+    shown = blocks()[f"pdscope-run plan-demo --chat --prompt '{prompt}'"]
+    ran = run_command("pdscope-run", plan, "--chat", "--prompt", prompt)
+    assert ran.out.strip().splitlines() == shown
+
+
+def test_dry_run_of_a_published_model() -> None:
+    (command,) = [c for c in blocks() if "--dry-run" in c]
+    name, model, *options = command.split()
+    ran = run_here(name, ROOT / model, *options)
+    printed = (ran.out + ran.err).splitlines()
+    assert set(blocks()[command]) <= {*printed, "..."}
 
 
 def test_listed_program_is_the_demo_plans(plans: PlanStore) -> None:

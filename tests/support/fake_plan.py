@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from pdscope import runtime_c
+from pdscope.ir.isa import ISA_HASH
 
 VOCAB, MAX_CONTEXT, MAX_ROWS, MAX_LOGITS, LAYERS = 64, 96, 16, 8, 3
 PLAN_HASH = "ab" * 32
@@ -147,7 +148,10 @@ def manifest(folder: Path) -> dict[str, Any]:
         **{"max_logits": MAX_LOGITS, "kv_block": 64},
         "target": {"arch": machine, "name": "any", "features": [], "isa": ["scalar"]},
         "placement": {"device": "cpu", "experts": {"cpu": 4 * LAYERS, "gpu": 0}},
-        "programs": {"count": 15, "instructions": 3 * (LAYERS + 1), "isa_hash": "0" * 8},
+        "programs": {
+            **{"count": 15, "instructions": 3 * (LAYERS + 1)},
+            "isa_hash": f"{ISA_HASH:08x}",
+        },
         "memory": {
             **{"weights": 1000, "engine_1_thread": 2000, "engine_per_thread": 100},
             **{"session": 3000, "kv_per_token": 4},

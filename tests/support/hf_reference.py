@@ -32,6 +32,29 @@ def load_reference(model_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
+def dequantised_reference(model_dir: Path, dtype: str) -> Any:
+    """The transformers model in fp32, with the weights that an int8 or int4 plan of it holds."""
+    from pdscope.compiler.lowered import MATRIX_FORM
+    from pdscope.compiler.quantise import quantise, to_float32
+
+    form = MATRIX_FORM[dtype]
+    model = load_reference(model_dir)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or name.endswith("gate.weight"):
+            continue  # fp32 in every plan
+        value = parameter.data
+        if name.endswith("kv_b_proj.weight"):
+            value.copy_(value.bfloat16())
+            continue
+        rows = value.reshape(-1, value.shape[-1]).numpy()
+        padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 64)))
+        q, scale = quantise(padded, form)
+        groups = q.reshape(*scale.shape, form.group) * to_float32(scale)[..., None]
+        exact = groups.reshape(padded.shape)[:, : rows.shape[1]]
+        value.copy_(torch.from_numpy(np.ascontiguousarray(exact)).reshape(value.shape))
+    return model
+
+
 @dataclass(frozen=True)
 class Reference:
     """logits: fp32 [n, vocab]; margin: fp32 [n], the least gap over the layers between a score that

@@ -84,6 +84,14 @@ def test_other_format_version(plan: Path, version: object) -> None:
         assert f"version {version!r}" in str(caught.value)
 
 
+def test_other_instruction_set(plan: Path) -> None:
+    """A plain load refuses it, and so does every command that reads a plan."""
+    edit(plan, lambda d: d["programs"].update(isa_hash="12345678"))
+    for opens in (Plan.open, pdscope.load):
+        with pytest.raises(PlanError, match="isa_hash is 12345678, but the instruction set.*recom"):
+            opens(plan)
+
+
 def _broken() -> list[tuple[str, Callable[[dict[str, Any]], object]]]:
     return [
         ("key 'dtype' is missing", lambda d: d.pop("dtype")),
