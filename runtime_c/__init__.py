@@ -56,7 +56,7 @@ class IsaPath:
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512BF16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
-_AMX = (*_AVX512BF16, "amx_tile", "amx_bf16")
+_AMX = (*_AVX512BF16, "amx_tile", "amx_bf16", "amx_int8")
 
 
 def _flags(features: tuple[str, ...]) -> tuple[str, ...]:

@@ -3,20 +3,24 @@
  * too far apart or anywhere (x_index). Four accumulators: two groups of 16 rows times two panels,
  * or, for at most 16 rows, one times four.
  *
+ * A pass keeps its rows of x in the second-level cache, and each pair of panels, which comes there
+ * from memory while the pair before it is multiplied. Sums of a pair of groups become outputs while
+ * the tiles of the next multiply.
+ *
  * Every output is one chain over k in tiles of 32, whatever the rows and columns of the call: so
  * a GEMM cut differently gives the same bits. The last group of rows reaches back to have 16
  * rows, and only those that are its own are stored; a call of fewer than 16 rows has smaller
  * tiles. */
 
 enum {
-  AMX_ROWS = 16,  /* of an A tile */
-  AMX_GROUPS = 8, /* groups of rows that share one pass over the panels */
-  AMX_K_TILES =
-      16,        /* of two panels at a time, so that these 32 KiB stay in the first-level cache */
+  AMX_ROWS = 16, /* of an A tile */
   AMX_AHEAD = 2, /* tiles to prefetch ahead where panels are only streamed */
   AMX_TILE_BYTES = 1024,
-  AMX_X_BYTES = 512 * 1024, /* copied rows of x: 8 groups of k = 2048; in the second-level cache. */
-  AMX_SUM_BYTES = 128 * 1024 /* Both are on the worker's stack (PDS_STACK_BYTES). */
+  AMX_TILE_LINES = 16,
+  AMX_X_BYTES = 768 * 1024,   /* copied rows of x: 12 groups of k = 2048 */
+  AMX_SUM_BYTES = 128 * 1024, /* Both are on the worker's stack (PDS_STACK_BYTES). */
+  AMX_GROUPS = 8,             /* of a pass if k is so long that no more fit */
+  AMX_MOST_GROUPS = 32
 };
 
 /* The operands of one block: two or one row groups, `tiles` tiles of 32 k. */
@@ -25,10 +29,11 @@ typedef struct amx_block {
   size_t a_row, a_step;      /* bytes from row to row, and from tile to tile */
   const unsigned char *b;    /* first B tile of the first panel */
   size_t b_panel;            /* bytes from panel to panel */
-  uint32_t tiles, turn;
-  ptrdiff_t ahead, jump; /* from a B tile to the one to prefetch, before tile `turn` and from it
-                            on; 0: none */
-  uint32_t line, lines;  /* which of its 16 lines */
+  uint32_t tiles;
+  const unsigned char *next[2]; /* two panels to prefetch, `lines` lines of each a tile */
+  uint32_t lines;
+  uint32_t turn;         /* streaming: from a B tile to the one to prefetch: `ahead` bytes, and */
+  ptrdiff_t ahead, jump; /* `jump` from tile `turn` on; 0: none */
   float *sum[2];         /* of each group, or of each pair of panels: [16][sum_row / 4] */
   size_t sum_row;        /* bytes */
   int first;             /* sums start at zero */
@@ -53,18 +58,41 @@ PDS_INLINE void amx_configure(uint32_t rows) {
   _tile_loadconfig(&config);
 }
 
-PDS_INLINE void amx_prefetch_tile(const unsigned char *tile) {
-  PDS_UNROLL
-  for (int i = 0; i < 16; i++) __builtin_prefetch(tile + 64 * i, 0, 3);
+/* The first row of group i's tile: the last group reaches back to have 16 rows. */
+PDS_INLINE uint32_t amx_first_row(const pds_gemm *g, uint32_t group) {
+  const uint32_t own = group * AMX_ROWS;
+  if (g->rows < AMX_ROWS) return 0;
+  return own + AMX_ROWS <= g->rows ? own : g->rows - AMX_ROWS;
 }
 
-/* A part of the tile. */
-PDS_INLINE void amx_prefetch(const unsigned char *tile, const amx_block *k) {
-  for (uint32_t i = k->line; i < k->line + k->lines; i++) __builtin_prefetch(tile + 64 * i, 0, 3);
+/* Columns [col, col + cols) of rows [row, end), whose sums wait to become outputs: `sum` is that of
+ * row `row`, and of a last group that reaches back, AMX_ROWS rows on, its first `skip` rows are
+ * another's. */
+typedef struct amx_finish {
+  const pds_gemm *g;
+  const float *sum;
+  uint32_t sum_row; /* floats */
+  uint32_t row, end, next_group, skip, col, cols;
+  int last; /* of the output columns: pad those that follow */
+} amx_finish;
+
+PDS_INLINE void amx_finish_row(amx_finish *f, const int swiglu) {
+  const pds_gemm *g = f->g;
+  if (f->row == f->next_group) f->sum += (size_t)f->skip * f->sum_row;
+  const size_t y_row = g->y_index ? (size_t)g->y_index[f->row] : f->row;
+  if (swiglu) {
+    bf16_finish_swiglu(g, f->sum, y_row, f->col, f->cols);
+  } else {
+    bf16_finish(g, f->sum, y_row, f->col, f->cols);
+  }
+  if (f->last && g->pad > g->cols && (swiglu || g->out == PDS_OUT_ACT)) {
+    memset((uint16_t *)g->y + y_row * g->y_stride + g->cols, 0, (g->pad - g->cols) * 2);
+  }
+  f->sum += f->sum_row;
+  f->row++;
 }
 
-PDS_INLINE void amx_2x2(const amx_block *k) {
-  const unsigned char *a0 = k->a[0], *a1 = k->a[1], *b0 = k->b, *b1 = b0 + k->b_panel;
+PDS_INLINE void amx_load_sums(const amx_block *k) {
   if (k->first) {
     _tile_zero(0);
     _tile_zero(1);
@@ -76,33 +104,68 @@ PDS_INLINE void amx_2x2(const amx_block *k) {
     _tile_loadd(2, k->sum[1], k->sum_row);
     _tile_loadd(3, k->sum[1] + PDS_LANES, k->sum_row);
   }
-  for (uint32_t t = 0; t < k->tiles; t++) {
-    _tile_loadd(6, b0, 64);
-    _tile_loadd(4, a0, k->a_row);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b1, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, a1, k->a_row);
-    const ptrdiff_t ahead = t < k->turn ? k->ahead : k->jump;
-    if (ahead) {
-      amx_prefetch(b0 + ahead, k);
-      amx_prefetch(b1 + ahead, k);
-    }
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    a0 += k->a_step;
-    a1 += k->a_step;
-    b0 += AMX_TILE_BYTES;
-    b1 += AMX_TILE_BYTES;
-  }
+}
+
+PDS_INLINE void amx_store_sums(const amx_block *k) {
   _tile_stored(0, k->sum[0], k->sum_row);
   _tile_stored(1, k->sum[0] + PDS_LANES, k->sum_row);
   _tile_stored(2, k->sum[1], k->sum_row);
   _tile_stored(3, k->sum[1] + PDS_LANES, k->sum_row);
 }
 
+/* To the second level only: the first is too small for what is to come. */
+PDS_INLINE void amx_prefetch_lines(const unsigned char *from, const uint32_t lines) {
+  PDS_UNROLL
+  for (uint32_t i = 0; i < lines; i++) __builtin_prefetch(from + 64 * (size_t)i, 0, 2);
+}
+
+/* `wait`: the sums of an earlier block, which may lie where this one's will. */
+PDS_INLINE void amx_2x2_of(const amx_block *k, amx_finish *wait, const int swiglu,
+                           const uint32_t lines) {
+  const unsigned char *a0 = k->a[0], *a1 = k->a[1], *b0 = k->b, *b1 = b0 + k->b_panel;
+  const unsigned char *next0 = k->next[0], *next1 = k->next[1];
+  const size_t a_row = k->a_row, a_step = k->a_step;
+  amx_load_sums(k);
+  for (uint32_t t = 0; t < k->tiles; t++) {
+    _tile_loadd(6, b0, 64);
+    _tile_loadd(4, a0, a_row);
+    _tile_dpbf16ps(0, 4, 6);
+    amx_prefetch_lines(next0, lines);
+    _tile_loadd(7, b1, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a1, a_row);
+    _tile_dpbf16ps(2, 5, 6);
+    amx_prefetch_lines(next1, lines);
+    _tile_dpbf16ps(3, 5, 7);
+    if (wait->row < wait->end) amx_finish_row(wait, swiglu);
+    a0 += a_step;
+    a1 += a_step;
+    b0 += AMX_TILE_BYTES;
+    b1 += AMX_TILE_BYTES;
+    next0 += 64 * lines;
+    next1 += 64 * lines;
+  }
+  while (wait->row < wait->end) amx_finish_row(wait, swiglu);
+  amx_store_sums(k);
+}
+
+PDS_INLINE void amx_2x2(const amx_block *k, amx_finish *wait, const int swiglu) {
+  switch (k->lines) {
+  case 0: amx_2x2_of(k, wait, swiglu, 0); break;
+  case 4: amx_2x2_of(k, wait, swiglu, 4); break;
+  case 8: amx_2x2_of(k, wait, swiglu, 8); break;
+  default: amx_2x2_of(k, wait, swiglu, 16);
+  }
+}
+
+PDS_INLINE void amx_prefetch_tile(const unsigned char *tile) {
+  PDS_UNROLL
+  for (int i = 0; i < AMX_TILE_LINES; i++) __builtin_prefetch(tile + 64 * i, 0, 3);
+}
+
 PDS_INLINE void amx_1x2(const amx_block *k) {
   const unsigned char *a = k->a[0], *b0 = k->b, *b1 = b0 + k->b_panel;
+  const unsigned char *next0 = k->next[0], *next1 = k->next[1];
   if (k->first) {
     _tile_zero(0);
     _tile_zero(1);
@@ -114,16 +177,22 @@ PDS_INLINE void amx_1x2(const amx_block *k) {
     _tile_loadd(4, a, k->a_row);
     _tile_loadd(6, b0, 64);
     _tile_loadd(7, b1, 64);
+    if (k->lines) {
+      amx_prefetch_lines(next0, 4);
+      amx_prefetch_lines(next1, 4);
+    }
     const ptrdiff_t ahead = t < k->turn ? k->ahead : k->jump;
     if (ahead) {
-      amx_prefetch(b0 + ahead, k);
-      amx_prefetch(b1 + ahead, k);
+      amx_prefetch_tile(b0 + ahead);
+      amx_prefetch_tile(b1 + ahead);
     }
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     a += k->a_step;
     b0 += AMX_TILE_BYTES;
     b1 += AMX_TILE_BYTES;
+    next0 += 256;
+    next1 += 256;
   }
   _tile_stored(0, k->sum[0], k->sum_row);
   _tile_stored(1, k->sum[0] + PDS_LANES, k->sum_row);
@@ -173,13 +242,6 @@ PDS_INLINE void amx_1x4(const amx_block *k) {
   _tile_stored(3, k->sum[1] + PDS_LANES, k->sum_row);
 }
 
-/* The first row of group i's tile: the last group reaches back to have 16 rows. */
-PDS_INLINE uint32_t amx_first_row(const pds_gemm *g, uint32_t group) {
-  const uint32_t own = group * AMX_ROWS;
-  if (g->rows < AMX_ROWS) return 0;
-  return own + AMX_ROWS <= g->rows ? own : g->rows - AMX_ROWS;
-}
-
 /* Where row i of the call is. */
 PDS_INLINE const unsigned char *amx_row(const pds_gemm *g, uint32_t i) {
   const size_t row = g->x_index ? (uint32_t)g->x_index[i] / g->x_div : i;
@@ -215,9 +277,10 @@ static int amx_rows_lie_well(const pds_gemm *g) {
 
 typedef enum amx_shape { AMX_1x2, AMX_1x4, AMX_2x2 } amx_shape;
 
-PDS_INLINE void amx_multiply(const amx_block *k, amx_shape shape) {
+PDS_INLINE void amx_multiply(const amx_block *k, amx_shape shape, amx_finish *wait,
+                             const int swiglu) {
   if (shape == AMX_2x2) {
-    amx_2x2(k);
+    amx_2x2(k, wait, swiglu);
   } else if (shape == AMX_1x4) {
     amx_1x4(k);
   } else {
@@ -227,11 +290,12 @@ PDS_INLINE void amx_multiply(const amx_block *k, amx_shape shape) {
 
 /* One block, its K remainder too: B's last tile is copied, because what follows it in memory may
  * be anything. */
-static void amx_run(const pds_gemm *g, amx_block k, amx_shape shape, uint32_t k0) {
+PDS_INLINE void amx_run(const pds_gemm *g, amx_block k, amx_shape shape, uint32_t k0,
+                        amx_finish *wait, const int swiglu) {
   const uint32_t whole = (g->k - k0) / 32, panels = shape == AMX_1x4 ? 4 : 2;
   const int remainder = whole < k.tiles;
   if (remainder) k.tiles = whole;
-  amx_multiply(&k, shape);
+  amx_multiply(&k, shape, wait, swiglu);
   if (!remainder) return;
   unsigned char last[4 * AMX_TILE_BYTES] __attribute__((aligned(64)));
   const size_t bytes = (size_t)(g->k - k0) % 32 / 2 * 64;
@@ -244,28 +308,10 @@ static void amx_run(const pds_gemm *g, amx_block k, amx_shape shape, uint32_t k0
   k.a[0] += whole * k.a_step;
   k.a[1] += whole * k.a_step;
   k.tiles = 1;
+  k.lines = k.turn = 0;
   k.ahead = k.jump = 0;
   k.first = 0;
-  amx_multiply(&k, shape);
-}
-
-/* Columns [col, col + cols) of the rows that `group` owns, from sums that start at its tile. */
-PDS_INLINE void amx_finish(const pds_gemm *g, const int swiglu, uint32_t group, const float *sum,
-                           size_t sum_row, uint32_t col, uint32_t cols, int last) {
-  const uint32_t own = group * AMX_ROWS, start = amx_first_row(g, group);
-  const uint32_t end = own + AMX_ROWS < g->rows ? own + AMX_ROWS : g->rows;
-  for (uint32_t i = own; i < end; i++) {
-    const float *row = sum + (i - start) * (sum_row / sizeof *sum);
-    const size_t y_row = g->y_index ? (size_t)g->y_index[i] : i;
-    if (swiglu) {
-      bf16_finish_swiglu(g, row, y_row, col, cols);
-    } else {
-      bf16_finish(g, row, y_row, col, cols);
-    }
-    if (last && g->pad > g->cols && (swiglu || g->out == PDS_OUT_ACT)) {
-      memset((uint16_t *)g->y + y_row * g->y_stride + g->cols, 0, (g->pad - g->cols) * 2);
-    }
-  }
+  amx_multiply(&k, shape, wait, swiglu);
 }
 
 typedef struct amx_pass {
@@ -276,7 +322,12 @@ typedef struct amx_pass {
   uint32_t x_k0, x_tiles;                           /* the part that x holds */
   unsigned char *x;                                 /* copied rows: [group][tile] */
   float *sums;                                      /* [pair of panels][group][16][32] */
+  amx_finish wait;
 } amx_pass;
+
+PDS_INLINE void amx_flush(amx_pass *p, const int swiglu) {
+  while (p->wait.row < p->wait.end) amx_finish_row(&p->wait, swiglu);
+}
 
 /* The A operands of `n` groups from group `at` of the pass on. */
 PDS_INLINE void amx_operands(const amx_pass *p, uint32_t at, uint32_t n, amx_block *k) {
@@ -291,39 +342,42 @@ PDS_INLINE void amx_operands(const amx_pass *p, uint32_t at, uint32_t n, amx_blo
   k->a_step = p->in_place ? 64 : AMX_TILE_BYTES;
 }
 
-/* Finishes panels `panel` and the next for n groups, or for one group its n pairs of panels. */
-PDS_INLINE void amx_finish_pairs(const amx_pass *p, const int swiglu, uint32_t panel,
-                                 uint32_t group, uint32_t groups, uint32_t pairs,
-                                 const amx_block *k) {
+/* Outputs of panels `panel` and the next, from the sums of n groups that lie together. */
+PDS_INLINE amx_finish amx_finish_of(const amx_pass *p, const int swiglu, uint32_t panel,
+                                    uint32_t group, uint32_t n, const float *sum) {
   const pds_gemm *g = p->g;
   const uint32_t width = swiglu ? PDS_LANES : 2 * PDS_LANES;
-  for (uint32_t j = 0; j < groups * pairs; j++) {
-    const uint32_t first = panel + (pairs > 1 ? 2 * j : 0), col = first / 2 * width;
-    amx_finish(g, swiglu, p->first_group + group + (groups > 1 ? j : 0), k->sum[j], k->sum_row, col,
-               g->cols - col < width ? g->cols - col : width, first + 2 >= p->panels);
-  }
+  const uint32_t row = (p->first_group + group) * AMX_ROWS, next = row + AMX_ROWS;
+  const uint32_t last = n == 2 ? next : row; /* where the last of the n groups begins */
+  amx_finish f = {.g = g, .sum = sum, .sum_row = 2 * PDS_LANES, .row = row, .next_group = last};
+  f.end = last + AMX_ROWS < g->rows ? last + AMX_ROWS : g->rows;
+  f.skip = last - amx_first_row(g, p->first_group + group + n - 1);
+  f.col = panel / 2 * width;
+  f.cols = g->cols - f.col < width ? g->cols - f.col : width;
+  f.last = panel + 2 >= p->panels;
+  return f;
 }
 
 /* All groups of the pass times `pairs` pairs of panels: 1, or 2 where the pass has one group.
- * `next`: from these tiles to those that follow in this pass, which each pair of groups prefetches
- * a part of. */
-PDS_INLINE void amx_panels(const amx_pass *p, const int swiglu, uint32_t panel, uint32_t pairs,
+ * `next`: from these tiles to those that follow in this pass, which the pairs of groups share the
+ * prefetching of. */
+PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, uint32_t pairs,
                            float *sums, ptrdiff_t next) {
   const pds_gemm *g = p->g;
   const uint32_t turns = (p->groups + 1) / 2;
+  const uint32_t lines = !next || turns == 1 ? 0 : turns < 4 ? 8 : 4;
   amx_block k = {.b = (const unsigned char *)g->w + panel * g->panel_stride + (size_t)p->k0 * 32,
                  .b_panel = panel + 1 < p->panels ? g->panel_stride : 0,
+                 .tiles = p->tiles,
                  .sum_row = 2 * PDS_LANES * sizeof *sums,
                  .first = p->k0 == 0};
   for (uint32_t i = 0; i < p->groups; i += 2) {
     const uint32_t n = p->groups - i < 2 ? 1 : 2;
-    k.tiles = p->tiles;
-    k.turn = 0;
-    k.jump = next;
-    k.lines = (16 + turns - 1) / turns;
-    k.line = i / 2 * k.lines < 16 ? i / 2 * k.lines : 16;
-    if (k.line + k.lines > 16) k.lines = 16 - k.line;
-    if (p->last_group <= 2 && p->tiles > AMX_AHEAD) { /* no tile is used twice: just stream */
+    const amx_shape shape = n == 2 ? AMX_2x2 : pairs == 2 ? AMX_1x4 : AMX_1x2;
+    k.lines = i / 2 * lines < AMX_TILE_LINES ? lines : 0;
+    k.next[0] = k.b + next + (size_t)(i / 2) * lines * 64 * p->tiles;
+    k.next[1] = k.next[0] + g->panel_stride;
+    if (turns == 1 && n == 1 && p->tiles > AMX_AHEAD) { /* no tile is used twice: just stream */
       k.turn = p->tiles - AMX_AHEAD;
       k.ahead = AMX_AHEAD * AMX_TILE_BYTES;
       if (next) k.jump = next - (ptrdiff_t)k.turn * AMX_TILE_BYTES;
@@ -331,8 +385,15 @@ PDS_INLINE void amx_panels(const amx_pass *p, const int swiglu, uint32_t panel, 
     amx_operands(p, i, n, &k);
     k.sum[0] = sums + (size_t)i * AMX_ROWS * 2 * PDS_LANES;
     k.sum[1] = k.sum[0] + (size_t)AMX_ROWS * 2 * PDS_LANES;
-    amx_run(g, k, n == 2 ? AMX_2x2 : pairs == 2 ? AMX_1x4 : AMX_1x2, p->k0);
-    if (p->k0 + p->tiles * 32 >= g->k) amx_finish_pairs(p, swiglu, panel, i, n, pairs, &k);
+    if (n == 1) amx_flush(p, swiglu);
+    if (n == 2 && turns == 1) k.lines = next ? 16 : 0;
+    amx_run(g, k, shape, p->k0, &p->wait, swiglu);
+    if (p->k0 + p->tiles * 32 < g->k) continue;
+    p->wait = amx_finish_of(p, swiglu, panel, i, n, k.sum[0]);
+    if (pairs == 2) {
+      amx_flush(p, swiglu);
+      p->wait = amx_finish_of(p, swiglu, panel + 2, i, n, k.sum[1]);
+    }
   }
 }
 
@@ -351,8 +412,7 @@ static void amx_copy(amx_pass *p) {
   }
 }
 
-/* One pass: a block of rows times all panels, K in parts that keep two panels in the first-level
- * cache while the rows go by. */
+/* One pass: a block of rows times all panels, K in parts if the rows are too long for x. */
 PDS_INLINE void amx_rows(amx_pass *p, const int swiglu, uint32_t part) {
   const pds_gemm *g = p->g;
   const size_t pair_floats = (size_t)p->groups * AMX_ROWS * 2 * PDS_LANES;
@@ -380,6 +440,20 @@ PDS_INLINE void amx_rows(amx_pass *p, const int swiglu, uint32_t part) {
       }
     }
   }
+  amx_flush(p, swiglu);
+}
+
+/* Groups of rows a pass: as many as keep all of k in three eighths of the second-level cache, and
+ * passes that are alike. */
+PDS_INLINE uint32_t amx_pass_groups(const pds_gemm *g, uint32_t groups, uint32_t k_tiles) {
+  uint32_t bytes = (g->l2_bytes ? g->l2_bytes : 1024 * 1024) / 8 * 3;
+  if (bytes > AMX_X_BYTES) bytes = AMX_X_BYTES;
+  uint32_t most = bytes / AMX_TILE_BYTES / k_tiles / 2 * 2;
+  if (most < AMX_GROUPS) most = AMX_GROUPS;
+  if (most > AMX_MOST_GROUPS) most = AMX_MOST_GROUPS;
+  const uint32_t passes = (groups + most - 1) / most;
+  const uint32_t each = ((groups + passes - 1) / passes + 1) / 2 * 2;
+  return each < groups ? each : groups;
 }
 
 PDS_INLINE void amx_any(const pds_gemm *g, const int swiglu) {
@@ -394,18 +468,17 @@ PDS_INLINE void amx_any(const pds_gemm *g, const int swiglu) {
                    .x = x,
                    .sums = sums};
   amx_configure(g->rows < AMX_ROWS ? g->rows : AMX_ROWS);
-  uint32_t most = AMX_GROUPS; /* fewer, but not too few, where all of K would not fit */
-  uint32_t x_bytes = (g->l2_bytes ? g->l2_bytes : 1024 * 1024) / 2; /* the rest: panels, sums */
-  if (x_bytes > AMX_X_BYTES) x_bytes = AMX_X_BYTES;
-  while (most > 4 && most * k_tiles > x_bytes / AMX_TILE_BYTES) most /= 2;
-  for (uint32_t first = 0; first < pass.last_group; first += most) {
+  const uint32_t each = amx_pass_groups(g, pass.last_group, k_tiles);
+  for (uint32_t first = 0; first < pass.last_group; first += each) {
     pass.first_group = first;
-    pass.groups = pass.last_group - first < most ? pass.last_group - first : most;
-    uint32_t part = k_tiles;
-    if (pass.groups > 2 && part > AMX_K_TILES) part = AMX_K_TILES;
+    pass.groups = pass.last_group - first < each ? pass.last_group - first : each;
     pass.x_tiles = 0;
     const uint32_t fits = AMX_X_BYTES / AMX_TILE_BYTES / pass.groups;
-    if (!pass.in_place && part > fits) part = fits;
+    uint32_t part = k_tiles;
+    if (part > fits && (pass.groups > 2 || !pass.in_place)) {
+      const uint32_t parts = (k_tiles + fits - 1) / fits;
+      part = (k_tiles + parts - 1) / parts;
+    }
     amx_rows(&pass, swiglu, part);
   }
   _tile_release();
@@ -413,6 +486,7 @@ PDS_INLINE void amx_any(const pds_gemm *g, const int swiglu) {
 
 static void bf16_gemm(const pds_gemm *g) {
   amx_any(g, 0);
+  if (g->stream_y) v16_stream_end();
 }
 static void bf16_swiglu(const pds_gemm *g) {
   amx_any(g, 1);

@@ -64,7 +64,11 @@ PDS_INLINE void T(finish)(const pds_gemm *g, const float *sum, size_t y_row, uin
     } else {
       float *y = (float *)g->y + at;
       if (g->out == PDS_OUT_ADD) v = v16_add(v, v16_load_n(y, n));
-      v16_store_n(y, v, n);
+      if (g->stream_y && n == PDS_LANES && (uintptr_t)y % 64 == 0) {
+        v16_stream(y, v);
+      } else {
+        v16_store_n(y, v, n);
+      }
     }
   }
 }
@@ -136,6 +140,7 @@ PDS_INLINE void T(gemm_any)(const pds_gemm *g, const int swiglu) {
 
 static void T(gemm)(const pds_gemm *g) {
   T(gemm_any)(g, 0);
+  if (g->stream_y) v16_stream_end();
 }
 static void T(swiglu)(const pds_gemm *g) {
   T(gemm_any)(g, 1);

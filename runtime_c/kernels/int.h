@@ -214,12 +214,14 @@ PDS_INLINE void int_any(const pds_gemm *g, const int bits, const int swiglu) {
 
 static void i8_gemm(const pds_gemm *g) {
   int_any(g, 8, 0);
+  if (g->stream_y) v16_stream_end();
 }
 static void i8_swiglu(const pds_gemm *g) {
   int_any(g, 8, 1);
 }
 static void i4_gemm(const pds_gemm *g) {
   int_any(g, 4, 0);
+  if (g->stream_y) v16_stream_end();
 }
 static void i4_swiglu(const pds_gemm *g) {
   int_any(g, 4, 1);

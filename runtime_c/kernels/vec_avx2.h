@@ -21,6 +21,14 @@ PDS_INLINE void v16_store(float *p, v16 v) {
   _mm256_storeu_ps(p, v.a);
   _mm256_storeu_ps(p + 8, v.b);
 }
+/* Past the caches; p is 64-byte aligned. Other threads see it after v16_stream_end. */
+PDS_INLINE void v16_stream(float *p, v16 v) {
+  _mm256_stream_ps(p, v.a);
+  _mm256_stream_ps(p + 8, v.b);
+}
+PDS_INLINE void v16_stream_end(void) {
+  _mm_sfence();
+}
 /* The first n lanes, n in 1..16; the others load as zero and are not stored. */
 PDS_INLINE v16 v16_load_n(const float *p, uint32_t n) {
   if (n == 16) return v16_load(p);

@@ -22,6 +22,13 @@ PDS_INLINE v16 v16_load(const float *p) {
 PDS_INLINE void v16_store(float *p, v16 v) {
   _mm512_storeu_ps(p, v);
 }
+/* Past the caches; p is 64-byte aligned. Other threads see it after v16_stream_end. */
+PDS_INLINE void v16_stream(float *p, v16 v) {
+  _mm512_stream_ps(p, v);
+}
+PDS_INLINE void v16_stream_end(void) {
+  _mm_sfence();
+}
 /* The first n lanes, n in 1..16; the others load as zero and are not stored. */
 PDS_INLINE v16 v16_load_n(const float *p, uint32_t n) {
   return _mm512_maskz_loadu_ps(v16_first(n), p);

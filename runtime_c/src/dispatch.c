@@ -12,7 +12,8 @@
 static const pds_isa_path paths[] = {
 #ifdef PDS_HAVE_AMX
     {"amx",
-     "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 amx_tile amx_bf16",
+     "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 amx_tile amx_bf16 "
+     "amx_int8",
      pds_kernels_amx},
 #endif
 #ifdef PDS_HAVE_AVX512BF16
