@@ -13,8 +13,9 @@
  * tiles. */
 
 enum {
-  AMX_ROWS = 16, /* of an A tile */
-  AMX_AHEAD = 2, /* tiles to prefetch ahead where panels are only streamed */
+  AMX_ROWS = 16,        /* of an A tile */
+  AMX_AHEAD = 2,        /* tiles to prefetch ahead where panels are only streamed */
+  AMX_AHEAD_PANELS = 4, /* panels, where several groups of rows share them */
   AMX_TILE_BYTES = 1024,
   AMX_TILE_LINES = 16,
   AMX_X_BYTES = 768 * 1024,   /* copied rows of x: 12 groups of k = 2048 */
@@ -358,36 +359,36 @@ PDS_INLINE amx_finish amx_finish_of(const amx_pass *p, const int swiglu, uint32_
   return f;
 }
 
-/* All groups of the pass times `pairs` pairs of panels: 1, or 2 where the pass has one group.
- * `next`: from these tiles to those that follow in this pass, which the pairs of groups share the
- * prefetching of. */
+/* All groups of the pass times `pairs` pairs of panels: 1, or 2 where the pass has one group, which
+ * streams them. `next`: tiles of the pass to come, or NULL, which the pairs of groups share the
+ * prefetching of; one group prefetches its own. */
 PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, uint32_t pairs,
-                           float *sums, ptrdiff_t next) {
+                           float *sums, const unsigned char *next) {
   const pds_gemm *g = p->g;
   const uint32_t turns = (p->groups + 1) / 2;
-  const uint32_t lines = !next || turns == 1 ? 0 : turns < 4 ? 8 : 4;
+  const uint32_t lines = !next || p->groups == 1 ? 0 : turns == 1 ? 16 : turns < 4 ? 8 : 4;
   amx_block k = {.b = (const unsigned char *)g->w + panel * g->panel_stride + (size_t)p->k0 * 32,
                  .b_panel = panel + 1 < p->panels ? g->panel_stride : 0,
                  .tiles = p->tiles,
                  .sum_row = 2 * PDS_LANES * sizeof *sums,
                  .first = p->k0 == 0};
+  if (p->groups == 1 && p->tiles > AMX_AHEAD) {
+    k.turn = p->tiles - AMX_AHEAD;
+    k.ahead = AMX_AHEAD * AMX_TILE_BYTES;
+    if (next) k.jump = next - k.b - (ptrdiff_t)k.turn * AMX_TILE_BYTES;
+  }
   for (uint32_t i = 0; i < p->groups; i += 2) {
-    const uint32_t n = p->groups - i < 2 ? 1 : 2;
-    const amx_shape shape = n == 2 ? AMX_2x2 : pairs == 2 ? AMX_1x4 : AMX_1x2;
-    k.lines = i / 2 * lines < AMX_TILE_LINES ? lines : 0;
-    k.next[0] = k.b + next + (size_t)(i / 2) * lines * 64 * p->tiles;
-    k.next[1] = k.next[0] + g->panel_stride;
-    if (turns == 1 && n == 1 && p->tiles > AMX_AHEAD) { /* no tile is used twice: just stream */
-      k.turn = p->tiles - AMX_AHEAD;
-      k.ahead = AMX_AHEAD * AMX_TILE_BYTES;
-      if (next) k.jump = next - (ptrdiff_t)k.turn * AMX_TILE_BYTES;
+    const uint32_t n = p->groups - i < 2 ? 1 : 2, line = i / 2 * lines;
+    k.lines = line < AMX_TILE_LINES ? lines : 0;
+    if (k.lines) {
+      k.next[0] = next + (size_t)line * 64 * p->tiles;
+      k.next[1] = k.next[0] + g->panel_stride;
     }
     amx_operands(p, i, n, &k);
     k.sum[0] = sums + (size_t)i * AMX_ROWS * 2 * PDS_LANES;
     k.sum[1] = k.sum[0] + (size_t)AMX_ROWS * 2 * PDS_LANES;
     if (n == 1) amx_flush(p, swiglu);
-    if (n == 2 && turns == 1) k.lines = next ? 16 : 0;
-    amx_run(g, k, shape, p->k0, &p->wait, swiglu);
+    amx_run(g, k, n == 2 ? AMX_2x2 : pairs == 2 ? AMX_1x4 : AMX_1x2, p->k0, &p->wait, swiglu);
     if (p->k0 + p->tiles * 32 < g->k) continue;
     p->wait = amx_finish_of(p, swiglu, panel, i, n, k.sum[0]);
     if (pairs == 2) {
@@ -412,29 +413,50 @@ static void amx_copy(amx_pass *p) {
   }
 }
 
+/* A pass in parts: K parts of `part` tiles within blocks of `block` panels. */
+typedef struct amx_parts {
+  uint32_t part, block, k_tiles;
+} amx_parts;
+
+/* The tiles of panel `panel`, K part at tile t, block from p0; if the block has no such panel,
+ * those as much further on in the pass. NULL: beyond its end. */
+static const unsigned char *amx_tiles_at(const amx_pass *p, const amx_parts *parts, uint32_t p0,
+                                         uint32_t t, uint32_t panel) {
+  const pds_gemm *g = p->g;
+  for (;;) {
+    const uint32_t p1 = p->panels - p0 < parts->block ? p->panels : p0 + parts->block;
+    if (panel < p1) break;
+    if (t + parts->part < parts->k_tiles) {
+      t += parts->part;
+      panel -= p1 - p0;
+    } else if (p1 < p->panels) {
+      t = 0;
+      p0 = p1;
+    } else {
+      return NULL;
+    }
+  }
+  return (const unsigned char *)g->w + panel * g->panel_stride + (size_t)t * AMX_TILE_BYTES;
+}
+
 /* One pass: a block of rows times all panels, K in parts if the rows are too long for x. */
 PDS_INLINE void amx_rows(amx_pass *p, const int swiglu, uint32_t part) {
   const pds_gemm *g = p->g;
   const size_t pair_floats = (size_t)p->groups * AMX_ROWS * 2 * PDS_LANES;
   const uint32_t k_tiles = (g->k + 31) / 32;
-  uint32_t block = (uint32_t)(AMX_SUM_BYTES / (pair_floats * sizeof(float))) * 2;
-  if (part >= k_tiles) block = p->panels; /* sums are finished at once */
-  for (uint32_t p0 = 0; p0 < p->panels; p0 += block) {
-    const uint32_t p1 = p->panels - p0 < block ? p->panels : p0 + block;
+  amx_parts parts = {.part = part, .k_tiles = k_tiles, .block = p->panels};
+  if (part < k_tiles) parts.block = (uint32_t)(AMX_SUM_BYTES / (pair_floats * sizeof(float))) * 2;
+  for (uint32_t p0 = 0; p0 < p->panels; p0 += parts.block) {
+    const uint32_t p1 = p->panels - p0 < parts.block ? p->panels : p0 + parts.block;
     for (uint32_t t = 0; t < k_tiles; t += part) {
       p->k0 = t * 32;
       p->tiles = k_tiles - t < part ? k_tiles - t : part;
       if (!p->in_place) amx_copy(p);
       for (uint32_t panel = p0, step; panel < p1; panel += step) {
         step = p->groups == 1 && panel + 4 <= p1 ? 4 : 2;
-        ptrdiff_t next = step * (ptrdiff_t)g->panel_stride;
-        if (panel + step >= p1) { /* this block's first panels further on, or the next block's */
-          const ptrdiff_t here = (ptrdiff_t)panel * (ptrdiff_t)g->panel_stride + p->k0 * 32;
-          const int more = t + part < k_tiles;
-          next = (ptrdiff_t)(more ? p0 : p1) * (ptrdiff_t)g->panel_stride +
-                 (more ? (ptrdiff_t)(t + part) * AMX_TILE_BYTES : 0) - here;
-          if (!more && p1 == p->panels) next = 0;
-        }
+        const uint32_t ahead = p->groups == 1 ? step : AMX_AHEAD_PANELS;
+        const unsigned char *next = amx_tiles_at(p, &parts, p0, t, panel + ahead);
+        /* sums that are finished at once share one place */
         float *sums = p->sums + (part >= k_tiles ? 0 : (panel - p0) / 2 * pair_floats);
         amx_panels(p, swiglu, panel, step / 2, sums, next);
       }

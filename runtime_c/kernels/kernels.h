@@ -59,7 +59,7 @@ typedef struct pds_gemm {
   uint32_t pad;           /* PDS_OUT_ACT: columns to zero-fill up to; <= cols: none */
   uint32_t out;           /* pds_gemm_out */
   uint32_t l2_bytes;      /* second-level cache of one worker, for blocking alone; 0: 512 KiB */
-  uint32_t stream_y;      /* PDS_OUT_F32: y will not be read soon; it may be written past the caches */
+  uint32_t stream_y; /* PDS_OUT_F32: y will not be read soon; it may be written past the caches */
 } pds_gemm;
 
 /* The kernels that read or write act data. */

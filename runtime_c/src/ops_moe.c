@@ -175,8 +175,8 @@ static expert_jobs routed_jobs(pds_step_ctx *ctx, uint32_t layer, const pds_hole
   jobs.gate_up.y_step = mid_bytes;
   jobs.gate_up.gathers = 1;
   jobs.gate_up.x_rows = ctx->rows;
-  jobs.down.gemm.stream_y = (size_t)all * stride * sizeof(float) >
-                            (size_t)ctx->l2_bytes * pds_pool_threads(ctx->pool);
+  jobs.down.gemm.stream_y =
+      (size_t)all * stride * sizeof(float) > (size_t)ctx->l2_bytes * pds_pool_threads(ctx->pool);
   jobs.down.select = select_down;
   jobs.down.x_step = mid_bytes;
   jobs.down.x_rows = holes[n_holes - 1].first + holes[n_holes - 1].rows;
