@@ -4,8 +4,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from support.plans import PlanStore
+# Before torch is imported: its idle threads would otherwise spin on the cores the runtime needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest  # noqa: E402
+from support.plans import PlanStore  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
