@@ -7,8 +7,8 @@ from pathlib import Path
 # Before torch is imported: its idle threads would otherwise spin on the cores the runtime needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import pytest  # noqa: E402
-from support.plans import PlanStore  # noqa: E402
+import pytest
+from support.plans import PlanStore
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
