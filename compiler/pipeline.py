@@ -37,6 +37,7 @@ from pdscope.compiler.source import Model
 from pdscope.errors import BudgetError
 from pdscope.ir.graph_text import parse_graph
 from pdscope.ir.isa import ISA_HASH
+from pdscope.plan_hash import plan_hash
 from pdscope.schema import FORMAT_VERSION, check_full
 
 DEFAULT_CONTEXT = 32768  # upper end of the default; the model's own limit if that is less
@@ -100,7 +101,7 @@ class Pipeline:
             result = run(PackWeights(file, reader, *hashes, source.progress.advance))
             if result.cached:
                 source.progress.advance(file.bytes)
-        self.plan_hash = self._plan_hash()
+        self.plan_hash = plan_hash(self.manifest())
         run(EmitSource(lowered, self.memory, self.plan_hash, self.target.features, FORMAT_VERSION))
         run(BuildLibrary(self.target.isa))
         manifest = self.manifest()
@@ -182,18 +183,6 @@ class Pipeline:
                 "(max_position_embeddings in config.json)"
             )
         return wanted
-
-    def _plan_hash(self) -> str:
-        """Identity of what the plan computes: the same inputs give the same hash."""
-        parts = [
-            f"format {FORMAT_VERSION}",
-            self.workspace.sha256("graph.txt"),
-            self.workspace.sha256("program.bin"),
-            self.workspace.sha256("memory.json"),
-            self.weights_sha256,
-            *(self.workspace.sha256(f.path) for f in self.lowered.files),
-        ]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @dataclass

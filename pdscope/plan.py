@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from pdscope.errors import PlanError, TargetError
 from pdscope.ir.isa import ISA_HASH
+from pdscope.plan_hash import plan_hash
 from pdscope.schema import FORMAT_VERSION, check_full, check_light
 
 PHASES = ("decode", "batch", "prefill")
@@ -46,6 +47,7 @@ class Plan:
         plan._check_instructions()
         plan._check_tokens()
         plan._check_sizes()
+        plan._check_hash()
         if verify:
             check_full(plan.data)
             if problems := plan.hash_problems():
@@ -247,6 +249,15 @@ class Plan:
                     "short or "
                     "edited; copy it again or recompile the model"
                 )
+
+    def _check_hash(self) -> None:
+        """What plan.json says is part of the hash that the library carries too."""
+        found = plan_hash(self.data)
+        if found != self.plan_hash:
+            raise PlanError(
+                f"{self.path / 'plan.json'}: plan_hash: {self.plan_hash}, its fields give {found}: "
+                "plan.json was edited; recompile the model"
+            )
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

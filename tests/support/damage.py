@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pdscope.plan_hash import plan_hash
+
 Header = dict[str, Any]
 
 
@@ -13,6 +15,16 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     data = json.loads(path.read_text(encoding="utf-8"))
     change(data)
     path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def edit_plan(plan: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edits plan.json, and puts its plan hash right."""
+
+    def both(data: dict[str, Any]) -> None:
+        change(data)
+        data["plan_hash"] = plan_hash(data)
+
+    edit_json(plan / "plan.json", both)
 
 
 def edit_header(path: Path, change: Callable[[Header], object]) -> None:

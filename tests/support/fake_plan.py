@@ -18,9 +18,9 @@ import pytest
 
 from pdscope import runtime_c
 from pdscope.ir.isa import ISA_HASH
+from pdscope.plan_hash import plan_hash
 
 VOCAB, MAX_CONTEXT, MAX_ROWS, MAX_LOGITS, LAYERS = 64, 96, 16, 8, 3
-PLAN_HASH = "ab" * 32
 
 # Bytes of each piece. Ids: 0 pad, 1 bos, 2 eos, 3 user, 4 assistant; then the text. One emoji and
 # one CJK character are split over tokens, and one lone continuation byte is invalid by itself.
@@ -115,7 +115,7 @@ def build_library(target: Path, *options: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     sizes = {
         **{"VOCAB": VOCAB, "MAX_CONTEXT": MAX_CONTEXT, "MAX_ROWS": MAX_ROWS},
-        **{"MAX_LOGITS": MAX_LOGITS, "LAYERS": LAYERS, "PLAN_HASH": f'"{PLAN_HASH}"'},
+        **{"MAX_LOGITS": MAX_LOGITS, "LAYERS": LAYERS},
     }
     command = [_compiler(), "-O1", "-shared", "-fPIC", "-std=gnu11", "-Wall", "-Werror"]
     command += [f"-D{name}={value}" for name, value in sizes.items()]
@@ -137,7 +137,6 @@ def manifest(folder: Path) -> dict[str, Any]:
     return {
         "format_version": 1,
         "generator": "pdscope 0.1.0",
-        "plan_hash": PLAN_HASH,
         "model": {
             **{"architecture": "FakeForCausalLM", "source_name": "fake", "layers": LAYERS},
             **{"config_sha256": "c" * 64, "weights_sha256": "d" * 64, "moe_layers": LAYERS},
@@ -164,7 +163,8 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, **changes: Any) -> None:
     """Writes plan.json for what is in `folder`; `changes` replace its top-level fields."""
-    text = json.dumps({**manifest(folder), **changes}, indent=2)
+    data = {**manifest(folder), **changes}
+    text = json.dumps({"plan_hash": plan_hash(data), **data}, indent=2)
     (folder / "plan.json").write_text(text, encoding="utf-8")
 
 

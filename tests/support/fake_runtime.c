@@ -6,6 +6,7 @@
  * they poll for cancellation meanwhile.
  */
 #define _GNU_SOURCE
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -23,6 +24,7 @@ struct pds_engine {
   int32_t weights;
   int pinned;
   int sessions;
+  char plan_hash[65];
 };
 
 typedef struct sequence {
@@ -72,6 +74,23 @@ const char *pds_isa_runnable(void) {
   return "fake,scalar";
 }
 
+/* The hash that plan.json says, or that of a build with -DPLAN_HASH. */
+static void read_hash(const char *dir, char hash[65]) {
+#ifdef PLAN_HASH
+  (void)dir;
+  strcpy(hash, PLAN_HASH);
+#else
+  char path[4096], text[256] = {0};
+  snprintf(path, sizeof path, "%s/plan.json", dir);
+  FILE *file = fopen(path, "r");
+  if (!file) return;
+  const size_t n = fread(text, 1, sizeof text - 1, file);
+  fclose(file);
+  const char *key = n ? strstr(text, "\"plan_hash\": \"") : NULL;
+  if (key) memcpy(hash, key + 14, 64);
+#endif
+}
+
 pds_status pds_engine_create(const pds_engine_options *o, pds_engine **out) {
   if (!o || !o->plan_dir) return fail(PDS_ERR_ARGUMENT, "plan_dir is NULL");
   const char *isa = o->isa ? o->isa : getenv("PDSCOPE_ISA");
@@ -81,6 +100,7 @@ pds_status pds_engine_create(const pds_engine_options *o, pds_engine **out) {
   if (!e) return fail(PDS_ERR_MEMORY, "no memory");
   const char *ms = getenv("FAKE_STEP_MS");
   e->step_ms = ms ? atol(ms) : 0;
+  read_hash(o->plan_dir, e->plan_hash);
   e->threads = o->threads ? (uint32_t)o->threads : 1;
   e->weights = o->weights ? o->weights : PDS_WEIGHTS_MMAP;
   e->pinned = o->pin == PDS_PIN_ON;
@@ -113,7 +133,7 @@ pds_status pds_engine_get_info(const pds_engine *e, pds_engine_info *out) {
                            .cpus_why = "fake",
                            .engine_bytes = sizeof *e,
                            .isa = "fake",
-                           .plan_hash = PLAN_HASH};
+                           .plan_hash = e->plan_hash};
   return PDS_OK;
 }
 

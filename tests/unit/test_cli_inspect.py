@@ -9,10 +9,10 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.assets import model_path
+from support.damage import edit_plan
 from support.plans import PlanStore
 
 from pdscope.cli import inspect
@@ -48,19 +48,13 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-def edit(plan: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    data = json.loads((plan / "plan.json").read_text(encoding="utf-8"))
-    change(data)
-    (plan / "plan.json").write_text(json.dumps(data), encoding="utf-8")
-
-
 def refresh(plan: Path, name: str) -> None:
     """plan.json gets the size and hash of a changed file: an editor who covers the tracks."""
     import hashlib
 
     data = (plan / name).read_bytes()
     entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    edit(plan, lambda d: d["files"].update({name: entry}))
+    edit_plan(plan, lambda d: d["files"].update({name: entry}))
 
 
 def test_compiled_plan_keeps_the_schema(plan: Path) -> None:
@@ -170,13 +164,13 @@ def test_verify_of_a_damaged_program_bin(call: Call, copied: Path) -> None:
 
 def test_verify_of_a_program_that_is_gone(call: Call, copied: Path) -> None:
     (copied / "programs" / "epilogue.batch.plan").unlink()
-    edit(copied, lambda d: d["files"].pop("programs/epilogue.batch.plan"))
+    edit_plan(copied, lambda d: d["files"].pop("programs/epilogue.batch.plan"))
     status, _, err = call(copied, "--verify")
     assert status == 1 and len(err.strip().splitlines()) == 1
 
 
 def test_verify_of_edited_counts(call: Call, copied: Path) -> None:
-    edit(copied, lambda d: d["programs"].update(count=7))
+    edit_plan(copied, lambda d: d["programs"].update(count=7))
     status, _, err = call(copied, "--verify")
     assert status == 1 and "programs: count: 7 is not 24" in err
 
@@ -199,8 +193,6 @@ def test_diff(call: Call, plan: Path, plans: PlanStore) -> None:
 
 
 def test_verify_compares_plan_json_with_the_rest(call: Call, copied: Path) -> None:
-    data = json.loads((copied / "plan.json").read_text())
-    data["model"]["hidden"] += 1
-    (copied / "plan.json").write_text(json.dumps(data))
+    edit_plan(copied, lambda d: d["model"].update(hidden=d["model"]["hidden"] + 1))
     status, _, err = call(copied, "--verify")
     assert status == 1 and "model: hidden" in err and "the plan was edited" in err

@@ -22,6 +22,7 @@ from support.plans import PlanStore
 
 from pdscope.cli import run
 from pdscope.cli._common import Command
+from pdscope.plan import Plan
 
 WHOLE = " world! \U0001f600\u4e2d STOP here now.\n\ufffdABC"
 
@@ -87,7 +88,7 @@ def test_json(invoke: Invoke, plan: str) -> None:
     assert report["seed"] is None  # greedy
     assert report["timings"]["load_seconds"] > 0
     assert report["timings"]["decode_tokens_per_second"] > 0
-    assert report["plan_hash"] == fake_plan.PLAN_HASH and report["isa"] == "fake"
+    assert report["plan_hash"] == Plan.open(plan).plan_hash and report["isa"] == "fake"
     assert done.err == ""
 
 

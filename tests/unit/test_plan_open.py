@@ -9,6 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from support.plans import PlanStore
 import pdscope
 from pdscope.errors import PlanError, TargetError
 from pdscope.plan import Plan, cpu_features
+from pdscope.plan_hash import plan_hash
 from pdscope.schema import check_full, check_light, schema
 
 
@@ -33,7 +35,11 @@ def plan(plans: PlanStore, tmp_path: Path) -> Path:
 
 def edit(plan: Path, change: Callable[[dict[str, Any]], object]) -> None:
     data = json.loads((plan / "plan.json").read_text(encoding="utf-8"))
+    before = data["plan_hash"]
     change(data)
+    if data.get("plan_hash") == before and data.keys() >= {"model", "files"}:
+        with suppress(TypeError, AttributeError):  # of a change that no hash can be made of
+            data["plan_hash"] = plan_hash(data)
     (plan / "plan.json").write_text(json.dumps(data), encoding="utf-8")
 
 
@@ -219,8 +225,27 @@ def test_limits_that_the_library_does_not_have(plan: Path, field: str) -> None:
 
 
 def test_library_of_another_compile(plan: Path) -> None:
-    edit(plan, lambda d: d.update(plan_hash="ef" * 32))
-    with pytest.raises(PlanError, match="plan_hash is efef.* mixed from two compiles"):
+    fake_plan.build_library(plan / "lib" / "libpdscope.so", f'-DPLAN_HASH="{"ef" * 32}"')
+    fake_plan.write_manifest(plan)
+    with pytest.raises(PlanError, match="plan_hash is .* mixed from two compiles"):
+        pdscope.load(plan)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["generation"].update(eos=[17]),
+        lambda d: d.update(dtype="bf16"),
+        lambda d: d["model"].update(parameters=1),
+        lambda d: d["files"]["weights/embed.bin"].update(sha256="0" * 64),
+    ],
+)
+def test_edited_fields_are_refused_at_load(plan: Path, change: Callable[[Any], object]) -> None:
+    """Issue "Compile and run", bad input: an edited plan."""
+    data = json.loads((plan / "plan.json").read_text(encoding="utf-8"))
+    change(data)
+    (plan / "plan.json").write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(PlanError, match=r"plan\.json: plan_hash: .*was edited; recompile"):
         pdscope.load(plan)
 
 
@@ -242,14 +267,14 @@ def test_recompile_to_the_same_directory_is_seen(plan: Path) -> None:
     """The dynamic loader keeps libraries by path; a new compile must not get the old one."""
     first = pdscope.load(plan)
     kept = first.prefill([1]).copy()
-    other = "cd" * 32
+    old = Plan.open(plan).plan_hash
     library = plan / "lib" / "libpdscope.so"
     library.unlink()
-    fake_plan.build_library(library, "-UPLAN_HASH", f'-DPLAN_HASH="{other}"')
-    fake_plan.write_manifest(plan, plan_hash=other)
+    fake_plan.build_library(library)
+    fake_plan.write_manifest(plan, generation={"bos": 1, "eos": [3], "pad": 0})
     with pdscope.load(plan) as second:
-        assert second.info.plan_hash == other
-        assert first.info.plan_hash == fake_plan.PLAN_HASH
+        assert second.info.plan_hash == Plan.open(plan).plan_hash != old
+        assert first.info.plan_hash == old
         first.reset()
         assert (first.prefill([1]) == kept).all()
     first.close()

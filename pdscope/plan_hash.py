@@ -1,0 +1,25 @@
+"""The plan hash: the identity of what a plan computes, which its library carries too.
+
+May import the standard library alone: the compiler writes the hash, every load computes it again.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+#: How the plan was built, not what it computes; the library and its source carry the hash.
+_LEFT_OUT = {"generator", "plan_hash", "target", "files"}
+_BUILT = ("src/", "lib/")
+
+
+def plan_hash(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 in hexadecimal over plan.json's fields and the hashes of the files it lists; without
+    the target, what the code was built into, and the model's name."""
+    content = {name: value for name, value in manifest.items() if name not in _LEFT_OUT}
+    content["model"] = {k: v for k, v in manifest["model"].items() if k != "source_name"}
+    content["files"] = {
+        name: entry for name, entry in manifest["files"].items() if not name.startswith(_BUILT)
+    }
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
