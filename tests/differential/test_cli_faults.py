@@ -205,6 +205,27 @@ def test_link_to_nothing(model: Path) -> None:
         assert str(model / name) in line and "../blobs/0123, which does not exist" in line
 
 
+@pytest.mark.parametrize("kind", ["pipe", "directory", "device"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.safetensors", SHARD, INDEX, "config.json", "tokenizer.json"),
+        *("tokenizer_config.json", "chat_template.jinja", "generation_config.json"),
+    ],
+)
+def test_what_is_no_regular_file(model: Path, name: str, kind: str) -> None:
+    """Bad input: a pipe in place of a file is refused, not waited for."""
+    (model / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(model / name)
+    elif kind == "directory":
+        (model / name).mkdir()
+    else:
+        (model / name).symlink_to("/dev/zero")
+    line = compile_fault(model)
+    assert f"{model / name}: is a {kind}, expected a regular file" in line
+
+
 def test_nan_weights(model: Path) -> None:
     raw = bytearray((model / SHARD).read_bytes())
     raw[-4:] = b"\x00\x00\xc0\x7f"  # the last value of the shard becomes NaN
