@@ -65,7 +65,8 @@ def compile_model(
     Options: dtype "auto" | "fp32" | "bf16" | "int8" | "int4"; load_format "auto" | "dummy";
     max_context (tokens a sequence may hold); max_rows (rows of one step); target "native" | "any" |
     a CPU name or feature list; check_weights. `force` replaces an existing plan. `dry_run` stops
-    before weights and code: `out` may be None. A compile that is killed leaves no plan; the same
+    before weights and code, but checks that the checkpoint's tensors and tokenizer fit: `out` may
+    be None. A compile that is killed leaves no plan; the same
     call resumes behind the last finished pass.
 
     Raises ModelError, TargetError, BudgetError, PlanError or InputError.
@@ -80,6 +81,7 @@ def compile_model(
         with tempfile.TemporaryDirectory(prefix="pdscope-") as scratch:
             pipeline = Pipeline(source, target, Workspace(Path(scratch)), after_pass)
             memory = pipeline.analyse()
+            pipeline.check_model()
             return CompileResult(
                 None, pipeline.manifest(), memory.table(), pipeline.results(), tuple(source.notes)
             )

@@ -242,6 +242,20 @@ def test_vocabulary_mismatch(model: Path) -> None:
     assert "tokenizer.json" in line and "8191" in line and "vocab_size" in line
 
 
+@pytest.mark.parametrize("fault", ["layers", "tokenizer"])
+def test_dry_run_refuses_what_a_compile_refuses(model: Path, fault: str) -> None:
+    """A dry run of a model with weights says whether they fit; with dummy weights it need not."""
+    if fault == "layers":
+        edit_json(model / "config.json", lambda config: config.update(num_hidden_layers=1))
+    else:
+        shutil.copy(BUNDLED / "tiny-mixtral" / "tokenizer.json", model)
+    line = run_here("pdscope-compile", model, "--dry-run").fault()
+    assert line == compile_fault(model)
+    assert ("layers.1." if fault == "layers" else "8191") in line
+    dummy = run_here("pdscope-compile", model, "--dry-run", "--load-format", "dummy")
+    assert dummy.status == 0, dummy.err
+
+
 def test_no_such_model(tmp_path: Path) -> None:
     assert "nowhere" in compile_fault(tmp_path / "nowhere")
 
