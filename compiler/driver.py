@@ -20,12 +20,13 @@ from pdscope.compiler.passmanager import (
     PassResult,
     Workspace,
     check_replaceable,
+    disk_errors,
     publish,
     recover,
 )
 from pdscope.compiler.pipeline import Pipeline
 from pdscope.compiler.source import Model, Options, Progress, Silent
-from pdscope.errors import BudgetError, InputError, PdscopeError, PlanError
+from pdscope.errors import BudgetError, DiskError, InputError, PdscopeError, PlanError
 
 __all__ = [
     "CompileResult",
@@ -98,7 +99,8 @@ def compile_model(
         memory = pipeline.analyse()
         _check_space(destination, pipeline.lowered, workspace)
         manifest = pipeline.finish()
-        publish(workspace, destination, replace=force)
+        with disk_errors(destination):
+            publish(workspace, destination, replace=force)
     return CompileResult(
         destination, manifest, memory.table(), pipeline.results(), tuple(source.notes)
     )
@@ -124,10 +126,16 @@ def _check_space(out: Path, model: LoweredModel, workspace: Workspace) -> None:
     need = sum(f.bytes for f in model.files if not workspace.path(f.path).exists())
     free = shutil.disk_usage(workspace.root).free
     if need > free:
-        raise BudgetError(
-            f"{out}: the plan needs {need / 2**30:.1f} GiB more, the disk has "
-            f"{free / 2**30:.1f} GiB free"
+        raise DiskError(
+            f"{out}: the plan needs {_size(need)} more, the disk has {_size(free)} free; free some "
+            "space or choose another output"
         )
+
+
+def _size(count: int) -> str:
+    if count < 2**30:
+        return f"{count / 2**20:.1f} MiB"
+    return f"{count / 2**30:.1f} GiB"
 
 
 @contextlib.contextmanager
@@ -140,7 +148,9 @@ def _workspace(out: Path) -> Iterator[Workspace]:
     except OSError as e:
         _remove_empty(new)
         raise PlanError(f"{out}: cannot be created: {e.strerror}") from e
-    with (root / "lock").open("w") as lock:
+    with disk_errors(out):
+        lock = (root / "lock").open("w")
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -149,9 +159,13 @@ def _workspace(out: Path) -> Iterator[Workspace]:
             yield Workspace(root)
         except PdscopeError as e:
             packed = (root / "plan" / "weights").exists()
-            if not packed or not isinstance(e, BudgetError):  # no use to a second try
+            kept = packed and isinstance(e, BudgetError)
+            if not kept:  # no use to a second try
                 shutil.rmtree(root, ignore_errors=True)
                 _remove_empty(new)
+            if isinstance(e, DiskError):
+                why = ": finished passes are kept" if kept else ""
+                raise DiskError(f"{e}; then run the same command again{why}") from e
             raise
 
 

@@ -9,6 +9,7 @@ disk full; prompt longer than the context; empty prompt; invalid UTF-8." And: "`
 beyond the context is an error naming the limit."
 """
 
+import errno
 import json
 import logging
 import os
@@ -315,9 +316,36 @@ def test_disk_full(model: Path) -> None:
     out = model.parent / "out.plan"
     line = run_command("pdscope-compile", model, "-o", out, preexec_fn=limit).fault()
     assert "out.plan" in line and not out.exists()
+    assert "ulimit -f" in line and "space" not in line
+    kept = (out.parent / ".out.plan.partial").exists()
+    assert kept == ("finished passes are kept" in line)
     ran = run_command("pdscope-compile", model, "-o", out, "--json")
     assert ran.status == 0, ran.err
     assert run_command("pdscope-inspect", out, "--verify").status == 0
+
+
+def test_no_room_for_the_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disk full: small sizes are told in MiB, and nothing is said to be kept that is not."""
+    usage = shutil.disk_usage(model)._replace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    line = compile_fault(model)
+    assert "0.1 MiB free" in line and "GiB" not in line
+    assert "free some space" in line and "kept" not in line
+    assert not (model.parent / ".out.plan.partial").exists()
+
+
+def test_output_on_a_full_disk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disk full after the weights: what was done is kept, and the message says so."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pdscope.compiler.driver.publish", full)
+        line = compile_fault(model)
+    assert "the disk is full; free some space" in line and "finished passes are kept" in line
+    ran = run_here("pdscope-compile", model, "-o", model.parent / "out.plan", "--json")
+    assert all(p["cached"] for p in json.loads(ran.out)["passes"])
 
 
 def run_fault(plan: Path) -> str:
