@@ -36,6 +36,7 @@ __all__ = [
     "Progress",
     "compile_model",
     "pass_summary",
+    "resumable",
 ]
 
 
@@ -106,6 +107,15 @@ def compile_model(
     )
 
 
+def resumable(out: str | Path) -> bool:
+    """Whether an interrupted compile into `out` has left finished passes."""
+    return any((_root(Path(os.path.realpath(out))) / "passes").rglob("*.json"))
+
+
+def _root(out: Path) -> Path:
+    return out.parent / f".{out.name}.partial"
+
+
 def _check_destination(out: Path, force: bool) -> None:
     if not out.exists():
         return
@@ -141,7 +151,7 @@ def _size(count: int) -> str:
 @contextlib.contextmanager
 def _workspace(out: Path) -> Iterator[Workspace]:
     """The directory `.NAME.partial` beside the plan, locked; kept when a compile is interrupted."""
-    root = out.parent / f".{out.name}.partial"
+    root = _root(out)
     new = [p for p in (out.parent, *out.parent.parents) if not p.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)

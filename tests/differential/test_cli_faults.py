@@ -348,6 +348,21 @@ def test_output_on_a_full_disk(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(p["cached"] for p in json.loads(ran.out)["passes"])
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_interrupted_compile(model: Path, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """Ctrl-C: status 130, and a line that the same command resumes, if there is what to resume."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    place = "_check_space" if kept else "_check_destination"
+    monkeypatch.setattr(f"pdscope.compiler.driver.{place}", interrupt)
+    ran = run_here("pdscope-compile", model, "-o", model.parent / "out.plan")
+    assert ran.status == 130
+    line = "interrupted: finished passes are kept, the same command resumes"
+    assert ran.err.split("\n") == ["", *([line] if kept else []), ""]
+
+
 def run_fault(plan: Path) -> str:
     return run_command("pdscope-run", plan, "--prompt", "Hello", "--max-new-tokens", 4).fault()
 
