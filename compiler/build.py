@@ -16,6 +16,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from pdscope import config, runtime_c
-from pdscope.errors import BudgetError, TargetError
+from pdscope.errors import FILE_LIMIT, DiskError, TargetError
 
 #: Called with (objects done, objects in all) as the build goes on.
 Progress = Callable[[int, int], None]
@@ -58,7 +59,8 @@ LIBRARIES = ("-lm",)
 ZIG_GLIBC = "2.28"
 
 # What compilers, assemblers and linkers say of a full disk, and of a limit on file size.
-_DISK_FULL = "No space left|Disk quota exceeded|File too large|File size limit|NoSpaceLeft"
+_DISK_FULL = "No space left|Disk quota exceeded|NoSpaceLeft"
+_FILE_LIMIT = "File too large|File size limit"
 
 INSTALL_HINT = (
     "install one (Debian, Ubuntu: `apt install gcc libc6-dev`; Fedora: `dnf install gcc`; "
@@ -192,7 +194,7 @@ def build_library(
 
     Raises:
         TargetError: no compiler, or it failed: its first error lines are in the message.
-        BudgetError: the disk is full.
+        DiskError: the disk is full, or a file-size limit is reached.
     """
     start = time.monotonic()
     arch = arch or machine()
@@ -208,10 +210,11 @@ def build_library(
             return _build(plan_c, out, paths, progress, compiler, Path(name), start)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise BudgetError(
-                f"{error.filename or out}: {error.strerror}; free some space, or set PDSCOPE_CACHE "
-                "and TMPDIR to other disks"
-            ) from error
+            full = (
+                f"{error.strerror}; free some space, or set PDSCOPE_CACHE and TMPDIR to other disks"
+            )
+            reason = FILE_LIMIT if error.errno == errno.EFBIG else full
+            raise DiskError(f"{error.filename or out}: cannot be written: {reason}") from error
         raise
 
 
@@ -356,8 +359,10 @@ def _run(command: Sequence[str], directory: Path, what: str) -> None:
     if done.returncode == 0:
         return
     text = done.stderr.strip() or done.stdout.strip()
+    if done.returncode == -signal.SIGXFSZ or re.search(_FILE_LIMIT, text):
+        raise DiskError(f"{what}: {FILE_LIMIT}")
     if re.search(_DISK_FULL, text):
-        raise BudgetError(
+        raise DiskError(
             f"{what}: no space left on the disk; free some, or set TMPDIR to another disk"
         )
     lines = [s for s in text.splitlines() if "error" in s.lower()] or text.splitlines()

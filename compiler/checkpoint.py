@@ -2,13 +2,12 @@
 
 Names are mapped by transformers' own conversion table, so PDScope accepts what transformers
 accepts. Weights stay in the mapped files until they are asked for. May import numpy,
-transformers, pdscope.compiler.safetensors_file and pdscope.errors.
+transformers, pdscope.compiler.{input_file,safetensors_file} and pdscope.errors.
 """
 
 import hashlib
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from pdscope.compiler.input_file import check_file
 from pdscope.compiler.safetensors_file import AGAIN, NUMPY_DTYPE, SafetensorsFile, TensorInfo
 from pdscope.errors import ModelError
 
@@ -73,7 +73,7 @@ class Checkpoint:
         if not directory.is_dir():
             raise ModelError(f"{directory}: not a directory, so it holds no weights")
         for name in (SINGLE, INDEX):
-            check_link(directory / name)
+            check_file(directory / name)
         if (directory / SINGLE).exists():  # transformers prefers it to an index, too
             return cls(directory, {SINGLE: SafetensorsFile(directory / SINGLE)})
         index = directory / INDEX
@@ -82,7 +82,7 @@ class Checkpoint:
         weight_map = _read_index(index)
         files: dict[str, SafetensorsFile] = {}
         for name in sorted(set(weight_map.values())):
-            check_link(directory / name)
+            check_file(directory / name)
             if not (directory / name).exists():
                 count = sum(1 for v in weight_map.values() if v == name)
                 raise ModelError(
@@ -170,15 +170,6 @@ def _hash_file(path: Path, done: int, total: int, progress: Progress | None) -> 
             if progress is not None:
                 progress(done, total)
     return digest.hexdigest()
-
-
-def check_link(path: Path) -> None:
-    """ModelError for a link to nothing, as in a download cache whose blobs were deleted."""
-    if path.is_symlink() and not path.exists():
-        raise ModelError(
-            f"{path}: is a symbolic link to {os.readlink(path)}, which does not exist; download "
-            "the file again, or correct the link"
-        )
 
 
 def _no_checkpoint(directory: Path) -> NoReturn:

@@ -20,12 +20,13 @@ from pdscope.compiler.passmanager import (
     PassResult,
     Workspace,
     check_replaceable,
+    disk_errors,
     publish,
     recover,
 )
 from pdscope.compiler.pipeline import Pipeline
 from pdscope.compiler.source import Model, Options, Progress, Silent
-from pdscope.errors import BudgetError, InputError, PdscopeError, PlanError
+from pdscope.errors import BudgetError, DiskError, InputError, PdscopeError, PlanError
 
 __all__ = [
     "CompileResult",
@@ -35,6 +36,7 @@ __all__ = [
     "Progress",
     "compile_model",
     "pass_summary",
+    "resumable",
 ]
 
 
@@ -65,7 +67,8 @@ def compile_model(
     Options: dtype "auto" | "fp32" | "bf16" | "int8" | "int4"; load_format "auto" | "dummy";
     max_context (tokens a sequence may hold); max_rows (rows of one step); target "native" | "any" |
     a CPU name or feature list; check_weights. `force` replaces an existing plan. `dry_run` stops
-    before weights and code: `out` may be None. A compile that is killed leaves no plan; the same
+    before weights and code, but checks that the checkpoint's tensors and tokenizer fit: `out` may
+    be None. A compile that is killed leaves no plan; the same
     call resumes behind the last finished pass.
 
     Raises ModelError, TargetError, BudgetError, PlanError or InputError.
@@ -80,6 +83,7 @@ def compile_model(
         with tempfile.TemporaryDirectory(prefix="pdscope-") as scratch:
             pipeline = Pipeline(source, target, Workspace(Path(scratch)), after_pass)
             memory = pipeline.analyse()
+            pipeline.check_model()
             return CompileResult(
                 None, pipeline.manifest(), memory.table(), pipeline.results(), tuple(source.notes)
             )
@@ -96,10 +100,20 @@ def compile_model(
         memory = pipeline.analyse()
         _check_space(destination, pipeline.lowered, workspace)
         manifest = pipeline.finish()
-        publish(workspace, destination, replace=force)
+        with disk_errors(destination):
+            publish(workspace, destination, replace=force)
     return CompileResult(
         destination, manifest, memory.table(), pipeline.results(), tuple(source.notes)
     )
+
+
+def resumable(out: str | Path) -> bool:
+    """Whether an interrupted compile into `out` has left finished passes."""
+    return any((_root(Path(os.path.realpath(out))) / "passes").rglob("*.json"))
+
+
+def _root(out: Path) -> Path:
+    return out.parent / f".{out.name}.partial"
 
 
 def _check_destination(out: Path, force: bool) -> None:
@@ -122,23 +136,31 @@ def _check_space(out: Path, model: LoweredModel, workspace: Workspace) -> None:
     need = sum(f.bytes for f in model.files if not workspace.path(f.path).exists())
     free = shutil.disk_usage(workspace.root).free
     if need > free:
-        raise BudgetError(
-            f"{out}: the plan needs {need / 2**30:.1f} GiB more, the disk has "
-            f"{free / 2**30:.1f} GiB free"
+        raise DiskError(
+            f"{out}: the plan needs {_size(need)} more, the disk has {_size(free)} free; free some "
+            "space or choose another output"
         )
+
+
+def _size(count: int) -> str:
+    if count < 2**30:
+        return f"{count / 2**20:.1f} MiB"
+    return f"{count / 2**30:.1f} GiB"
 
 
 @contextlib.contextmanager
 def _workspace(out: Path) -> Iterator[Workspace]:
     """The directory `.NAME.partial` beside the plan, locked; kept when a compile is interrupted."""
-    root = out.parent / f".{out.name}.partial"
+    root = _root(out)
     new = [p for p in (out.parent, *out.parent.parents) if not p.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         _remove_empty(new)
         raise PlanError(f"{out}: cannot be created: {e.strerror}") from e
-    with (root / "lock").open("w") as lock:
+    with disk_errors(out):
+        lock = (root / "lock").open("w")
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -147,9 +169,13 @@ def _workspace(out: Path) -> Iterator[Workspace]:
             yield Workspace(root)
         except PdscopeError as e:
             packed = (root / "plan" / "weights").exists()
-            if not packed or not isinstance(e, BudgetError):  # no use to a second try
+            kept = packed and isinstance(e, BudgetError)
+            if not kept:  # no use to a second try
                 shutil.rmtree(root, ignore_errors=True)
                 _remove_empty(new)
+            if isinstance(e, DiskError):
+                why = ": finished passes are kept" if kept else ""
+                raise DiskError(f"{e}; then run the same command again{why}") from e
             raise
 
 

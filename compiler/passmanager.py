@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pdscope import config
-from pdscope.errors import BudgetError, PlanError
+from pdscope.errors import FILE_LIMIT, DiskError, PlanError
 
 
 @dataclass(frozen=True)
@@ -181,16 +181,14 @@ def sha256_file(path: Path) -> str:
 
 @contextlib.contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
-    """Turn a full disk or a file-size limit into one clear error."""
+    """DiskError, with the remedy, for a full disk and for a file-size limit."""
     try:
         yield
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            reason = "the file size limit" if e.errno == errno.EFBIG else "the disk is full"
-            raise BudgetError(
-                f"{target}: cannot be written: {reason}; free some space or choose another "
-                "output, then run the same command again: finished passes are kept"
-            ) from e
+            full = "the disk is full; free some space or choose another output"
+            reason = FILE_LIMIT if e.errno == errno.EFBIG else full
+            raise DiskError(f"{target}: cannot be written: {reason}") from e
         raise
 
 

@@ -87,6 +87,13 @@ class Pipeline:
             )
         return self.memory
 
+    def check_model(self) -> None:
+        """What `finish` would refuse of a model that has weights, from the headers alone: tensors
+        that do not fit config.json, and a tokenizer with other ids. After `analyse`."""
+        if self.source.checkpoint is not None:
+            TokenizerFiles(self.source.directory, self.lowered.vocab).check()
+            self.source.reader()
+
     def finish(self) -> dict[str, Any]:
         """Weights, code, tokenizer and manifest."""
         run, source, lowered = self.manager.run, self.source, self.lowered

@@ -1,6 +1,6 @@
 """What is compiled, and how: the model's files and the caller's options.
 
-May import pdscope.errors, pdscope.ir and pdscope.compiler.{checkpoint,trace,passes}.
+May import pdscope.errors, pdscope.ir and pdscope.compiler.{checkpoint,input_file,trace,passes}.
 """
 
 import hashlib
@@ -12,11 +12,11 @@ from pdscope.compiler.checkpoint import (
     Checkpoint,
     DummyWeights,
     Weights,
-    check_link,
     map_parameters,
 )
+from pdscope.compiler.input_file import check_file
 from pdscope.compiler.passes.pack_weights import WeightReader
-from pdscope.compiler.passes.tokenizer_files import read_json
+from pdscope.compiler.passes.tokenizer_files import COPIED, read_json
 from pdscope.compiler.trace import TracedModel, load_model
 from pdscope.errors import InputError
 from pdscope.ir.graph import Graph
@@ -83,7 +83,8 @@ class Model:
             raise InputError(f"{self.path}: no such file or directory; expected a model directory")
         self.directory = self.path if self.path.is_dir() else self.path.parent
         self.config_file = self.path / "config.json" if self.path.is_dir() else self.path
-        check_link(self.config_file)
+        for file in (self.config_file, *(self.directory / name for name in COPIED)):
+            check_file(file)
         if not self.config_file.is_file():
             raise InputError(
                 f"{self.path}: has no config.json; expected a Hugging Face model directory"

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from pdscope.compiler.fx_trace import MASK_MODULE, role_of, trace_model
+from pdscope.compiler.input_file import check_file
 from pdscope.errors import ModelError
 from pdscope.ir.graph import (
     AddAttrs,
@@ -62,6 +63,7 @@ def read_config(path: Path | str) -> Config:
             f"{path}: no such file or directory; give a Hugging Face model directory (config.json, "
             "safetensors, tokenizer.json)"
         )
+    check_file(file)
     if not file.exists():
         raise ModelError(f"{file}: missing; a model directory needs a config.json")
     try:

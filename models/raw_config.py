@@ -1,5 +1,5 @@
 """Keys of config.json whose faults transformers reports in words about its own code, or not at all:
-quantisation, dtype and rope. Checked before it reads them.
+quantisation, dtype, sizes out of all proportion and rope. Checked before it reads them.
 
 May import pdscope.errors and the shared parts of pdscope.models.
 """
@@ -15,6 +15,18 @@ _NUMBERS = (
     *("attention_factor", "low_freq_factor", "high_freq_factor"),
     *("mscale", "mscale_all_dim"),
 )
+# Far above every published model, and low enough that the rows of a matrix (heads times their
+# dimensions, say) are a 32-bit integer in the runtime. Experts: models.family.require_routing.
+_LIMITS = {
+    "num_hidden_layers": 1024,
+    "vocab_size": 1 << 24,
+    "sliding_window": 2**31 - 1,
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 1 << 20),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4096),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 1 << 14),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 1 << 20),
+    "n_shared_experts": 1024,
+}
 _MOST = 3e38  # rope is computed in float32
 _REMEDY = "take config.json from the model's original repository"
 
@@ -37,6 +49,13 @@ def check_raw(config: Config) -> None:
             raise ModelError(
                 f"config.json: {key} is {dtype!r}, expected one of {', '.join(DTYPES)}: the dtype "
                 "of the checkpoint's weights"
+            )
+    for key, most in _LIMITS.items():
+        value = config.get(key)
+        if is_number(value) and value > most:
+            raise ModelError(
+                f"config.json: {key} is {value}, expected at most {most}: PDScope compiles no "
+                f"larger models; {_REMEDY}"
             )
     for key in ("rope_scaling", "rope_parameters"):
         _check_rope(key, config.get(key))

@@ -25,9 +25,17 @@ class BudgetError(PdscopeError):
     """A limit was exceeded: context length, KV capacity, rows of a step, memory, disk."""
 
 
+class DiskError(BudgetError):
+    """A disk is full, or a file may not grow: the same call can succeed later."""
+
+
 class InputError(PdscopeError):
     """What the caller passed cannot be used: prompt, token id, option, sampling parameter."""
 
 
 class Cancelled(PdscopeError):
     """Generation was stopped by cancel() from another thread."""
+
+
+# The remedy of EFBIG, which has nothing to do with the space on the disk.
+FILE_LIMIT = "the file-size limit is reached (see ulimit -f); raise it with ulimit -f unlimited"

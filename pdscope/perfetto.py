@@ -15,12 +15,19 @@ from pdscope.observe import Trace
 
 
 def write_trace(trace: Trace, path: str | Path, title: str) -> None:
-    """Writes a trace that ui.perfetto.dev and chrome://tracing open. Raises OSError.
+    """Writes a trace that ui.perfetto.dev and chrome://tracing open. Raises OSError, which
+    names the file.
 
     Slices carry layer (-1: prologue or epilogue), instruction index, rows, distinct experts and
     weight bytes read; times are microseconds from the first instruction.
     """
-    target = Path(os.path.realpath(path))
+    try:
+        _write_to(Path(os.path.realpath(path)), trace, title)
+    except OSError as error:  # of a write, it names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_to(target: Path, trace: Trace, title: str) -> None:
     if target.exists() and not target.is_file():  # a device or a pipe: not to be replaced
         with target.open("w", encoding="utf-8") as file:
             _write(file, trace, title)

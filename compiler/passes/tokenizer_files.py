@@ -36,25 +36,31 @@ class TokenizerFiles:
     reads = ()
 
     def inputs(self) -> Mapping[str, str]:
-        present = [self.model_dir / f for f in COPIED if (self.model_dir / f).is_file()]
-        return {p.name: sha256_file(p) for p in present} | {"vocab": str(self.vocab)}
+        hashes = {name: sha256_file(self.model_dir / name) for name in self._present()}
+        return hashes | {"vocab": str(self.vocab)}
 
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
         """Raises ModelError for a file that is no JSON, or a tokenizer with ids that the model
         lacks."""
-        written: dict[str, str | None] = {}
-        for name in COPIED:
-            source = self.model_dir / name
-            if source.is_file():
-                data = source.read_bytes()
-                if name.endswith(".json"):
-                    read_json(source)
-                written[workspace.write(name, data)] = None
-        if "tokenizer.json" in written:
-            self._check(self.model_dir / "tokenizer.json")
-        return written
+        self.check()
+        return {
+            workspace.write(name, (self.model_dir / name).read_bytes()): None
+            for name in self._present()
+        }
 
-    def _check(self, path: Path) -> None:
+    def _present(self) -> list[str]:
+        return [name for name in COPIED if (self.model_dir / name).is_file()]
+
+    def check(self) -> None:
+        """What `run` refuses, without a copy."""
+        present = self._present()
+        for name in present:
+            if name.endswith(".json"):
+                read_json(self.model_dir / name)
+        if "tokenizer.json" in present:
+            self._check_ids(self.model_dir / "tokenizer.json")
+
+    def _check_ids(self, path: Path) -> None:
         from tokenizers import Tokenizer
 
         try:

@@ -5,6 +5,7 @@
 pdscope.errors and pdscope.cli._interrupt.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,12 +15,16 @@ import click
 
 from pdscope import __version__
 from pdscope.cli._interrupt import INTERRUPTED
-from pdscope.errors import PdscopeError
+from pdscope.errors import FILE_LIMIT, PdscopeError
 
 _EPILOG = (
     "Exit status: 0 success, 1 a fault of input or environment (one line says which, and what to "
     "do), 2 wrong usage, 130 interrupted by Ctrl-C."
 )
+
+
+class Interrupted(click.Abort):
+    """Ctrl-C, with a line for the user."""
 
 
 class Command(click.Command):
@@ -43,22 +48,59 @@ class Command(click.Command):
         except click.ClickException as error:
             error.show()
             sys.exit(error.exit_code)
-        except (KeyboardInterrupt, click.Abort):
+        except Interrupted as error:
+            sys.stderr.write(f"\n{error}\n")
+            sys.exit(INTERRUPTED)
+        except click.Abort:  # click has ended the line that shows ^C
+            sys.exit(INTERRUPTED)
+        except KeyboardInterrupt:
             sys.stderr.write("\n")
             sys.exit(INTERRUPTED)
         except BrokenPipeError:
             # The reader of our output has gone; say nothing, also not at interpreter exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             sys.exit(1)
         except PdscopeError as error:
             fail(str(error))
         except OSError as error:
-            what = f"{error.filename}: " if error.filename else ""
-            fail(f"{what}{error.strerror or error}")
+            fail(_of_system(error))
         except MemoryError:
             fail("out of memory: close other programs, or compile with a smaller --max-context")
         # click gives the status of --help and --version back as a number.
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _of_system(error: OSError) -> str:
+    """The line for an error of the operating system; a full disk's has a remedy."""
+    what = error.filename
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    # Unbuffered output keeps nothing to try again; of the writers, it alone names no file.
+    unbuffered = full and getattr(sys.stdout, "write_through", False)
+    if what is None and (unbuffered or _output_is_stuck()):
+        what = "standard output"
+        _drop_output()
+    reason = error.strerror or str(error)
+    if error.errno == errno.EFBIG:
+        reason = f"cannot be written: {FILE_LIMIT}"
+    elif full:
+        reason = f"cannot be written: {reason}; free some space, or write to another file or disk"
+    elif what == "standard output":
+        reason = f"cannot be written: {reason}; send it to another file or disk"
+    return reason if what is None else f"{what}: {reason}"
+
+
+def _output_is_stuck() -> bool:
+    """Errors of writing name no file; but what standard output did not take, it still has."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    """What standard output still has goes nowhere, so that it does not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _reopen_closed() -> None:

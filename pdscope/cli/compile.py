@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdscope import config
-from pdscope.cli._common import command
+from pdscope.cli._common import Interrupted, command
 from pdscope.cli._interrupt import leave_at_interrupt
 
 if TYPE_CHECKING:
@@ -81,12 +81,19 @@ def main(model: Path, output: str | None, as_json: bool, **options: Any) -> None
         raise click.UsageError("Missing option '-o' / '--output' (or --dry-run).")
     with leave_at_interrupt():
         from pdscope.cli.progress import CompileProgress
-        from pdscope.compiler.driver import compile_model
+        from pdscope.compiler.driver import compile_model, resumable
 
-    with _quiet_transformers(), CompileProgress(quiet=as_json) as progress:
-        result = compile_model(
-            model, output, progress=progress, after_pass=progress.finished_pass, **options
-        )
+    try:
+        with _quiet_transformers(), CompileProgress(quiet=as_json) as progress:
+            result = compile_model(
+                model, output, progress=progress, after_pass=progress.finished_pass, **options
+            )
+    except KeyboardInterrupt:
+        if output is None or options["dry_run"] or not resumable(output):
+            raise
+        raise Interrupted(
+            "interrupted: finished passes are kept, the same command resumes"
+        ) from None
     if as_json:
         click.echo(json.dumps(_report(result), indent=2))
     else:

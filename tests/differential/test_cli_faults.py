@@ -9,6 +9,7 @@ disk full; prompt longer than the context; empty prompt; invalid UTF-8." And: "`
 beyond the context is an error naming the limit."
 """
 
+import errno
 import json
 import logging
 import os
@@ -205,6 +206,27 @@ def test_link_to_nothing(model: Path) -> None:
         assert str(model / name) in line and "../blobs/0123, which does not exist" in line
 
 
+@pytest.mark.parametrize("kind", ["pipe", "directory", "device"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.safetensors", SHARD, INDEX, "config.json", "tokenizer.json"),
+        *("tokenizer_config.json", "chat_template.jinja", "generation_config.json"),
+    ],
+)
+def test_what_is_no_regular_file(model: Path, name: str, kind: str) -> None:
+    """Bad input: a pipe in place of a file is refused, not waited for."""
+    (model / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(model / name)
+    elif kind == "directory":
+        (model / name).mkdir()
+    else:
+        (model / name).symlink_to("/dev/zero")
+    line = compile_fault(model)
+    assert f"{model / name}: is a {kind}, expected a regular file" in line
+
+
 def test_nan_weights(model: Path) -> None:
     raw = bytearray((model / SHARD).read_bytes())
     raw[-4:] = b"\x00\x00\xc0\x7f"  # the last value of the shard becomes NaN
@@ -219,6 +241,20 @@ def test_vocabulary_mismatch(model: Path) -> None:
         shutil.copy(BUNDLED / "tiny-mixtral" / name, model)
     line = compile_fault(model)
     assert "tokenizer.json" in line and "8191" in line and "vocab_size" in line
+
+
+@pytest.mark.parametrize("fault", ["layers", "tokenizer"])
+def test_dry_run_refuses_what_a_compile_refuses(model: Path, fault: str) -> None:
+    """A dry run of a model with weights says whether they fit; with dummy weights it need not."""
+    if fault == "layers":
+        edit_json(model / "config.json", lambda config: config.update(num_hidden_layers=1))
+    else:
+        shutil.copy(BUNDLED / "tiny-mixtral" / "tokenizer.json", model)
+    line = run_here("pdscope-compile", model, "--dry-run").fault()
+    assert line == compile_fault(model)
+    assert ("layers.1." if fault == "layers" else "8191") in line
+    dummy = run_here("pdscope-compile", model, "--dry-run", "--load-format", "dummy")
+    assert dummy.status == 0, dummy.err
 
 
 def test_no_such_model(tmp_path: Path) -> None:
@@ -280,9 +316,51 @@ def test_disk_full(model: Path) -> None:
     out = model.parent / "out.plan"
     line = run_command("pdscope-compile", model, "-o", out, preexec_fn=limit).fault()
     assert "out.plan" in line and not out.exists()
+    assert "ulimit -f" in line and "space" not in line
+    kept = (out.parent / ".out.plan.partial").exists()
+    assert kept == ("finished passes are kept" in line)
     ran = run_command("pdscope-compile", model, "-o", out, "--json")
     assert ran.status == 0, ran.err
     assert run_command("pdscope-inspect", out, "--verify").status == 0
+
+
+def test_no_room_for_the_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disk full: small sizes are told in MiB, and nothing is said to be kept that is not."""
+    usage = shutil.disk_usage(model)._replace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    line = compile_fault(model)
+    assert "0.1 MiB free" in line and "GiB" not in line
+    assert "free some space" in line and "kept" not in line
+    assert not (model.parent / ".out.plan.partial").exists()
+
+
+def test_output_on_a_full_disk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disk full after the weights: what was done is kept, and the message says so."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pdscope.compiler.driver.publish", full)
+        line = compile_fault(model)
+    assert "the disk is full; free some space" in line and "finished passes are kept" in line
+    ran = run_here("pdscope-compile", model, "-o", model.parent / "out.plan", "--json")
+    assert all(p["cached"] for p in json.loads(ran.out)["passes"])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_interrupted_compile(model: Path, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """Ctrl-C: status 130, and a line that the same command resumes, if there is what to resume."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    place = "_check_space" if kept else "_check_destination"
+    monkeypatch.setattr(f"pdscope.compiler.driver.{place}", interrupt)
+    ran = run_here("pdscope-compile", model, "-o", model.parent / "out.plan")
+    assert ran.status == 130
+    line = "interrupted: finished passes are kept, the same command resumes"
+    assert ran.err.split("\n") == ["", *([line] if kept else []), ""]
 
 
 def run_fault(plan: Path) -> str:

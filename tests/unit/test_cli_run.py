@@ -342,6 +342,40 @@ def test_closed_pipe_is_quiet(plan: str) -> None:
         assert process.stderr.read() == b""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("name", ["run", "help", "inspect"])
+def test_full_standard_output(plan: str, name: str, unbuffered: str) -> None:
+    """Disk full: the message says what could not be written, and there is nothing else at exit."""
+    arguments = {
+        "run": command(plan, "-p", "Hello", "-n", "3"),
+        "help": command("--help"),
+        "inspect": [sys.executable, "-m", "pdscope.cli.inspect", plan],
+    }[name]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            arguments, stdout=full, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: standard output: cannot be written: No space left")
+    assert "free some space" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_trace_on_a_full_disk(plan: str) -> None:
+    """Disk full: the message names the trace file."""
+    done = subprocess.run(
+        command(plan, "-p", "Hello", "-n", "3", "--trace", "/dev/full"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: /dev/full: cannot be written: No space left")
+    assert "free some space" in line
+
+
 def test_running_imports_neither_torch_nor_transformers(plan: str) -> None:
     """Holds the issue's line on what running a plan imports; jinja2 comes with --chat only."""
     script = (

@@ -256,6 +256,29 @@ def test_more_experts_than_a_program_holds(key: str, value: int) -> None:
     refused(config, key, str(value), "at most")
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        *(("qwen3_moe", k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")),
+        *(("qwen3_moe", k) for k in ("moe_intermediate_size", "head_dim", "num_attention_heads")),
+        *(("qwen3_moe", k) for k in ("num_key_value_heads", "num_experts", "intermediate_size")),
+        *(("deepseek_v3", k) for k in ("q_lora_rank", "kv_lora_rank", "n_shared_experts")),
+        *(("deepseek_v3", k) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+        ("mixtral", "sliding_window"),
+    ],
+)
+@pytest.mark.parametrize("value", [1 << 40, 10**30])
+def test_sizes_out_of_all_proportion(family: str, key: str, value: int) -> None:
+    """Bad input: a number that no model has is refused by name, before transformers loops over
+    it."""
+    refused(random_tiny_config(family, 0) | {key: value}, f"{key} is {value}", "at most")
+
+
+def test_a_million_layers_are_refused_at_once() -> None:
+    config = random_tiny_config("olmoe", 0) | {"num_hidden_layers": 1_000_000}
+    refused(config, "num_hidden_layers is 1000000", "at most 1024")
+
+
 def test_deeply_nested_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ModelError, match=r"config\.json"):
