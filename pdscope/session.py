@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pdscope.arguments import check_range, index, integers
-from pdscope.errors import BudgetError, InputError, PdscopeError
+from pdscope.errors import FILE_LIMIT, BudgetError, InputError, PdscopeError
 from pdscope.native import ffi
 from pdscope.observe import TapEvent, Trace, tap_callback
 from pdscope.session_core import SessionCore
@@ -313,7 +313,8 @@ def _cannot_write(path: Path, error: OSError) -> PdscopeError:
     if not path.parent.is_dir():
         return InputError(f"{path}: cannot be written: there is no folder {path.parent}")
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return BudgetError(f"{path}: cannot be written: {error.strerror}: free space for it")
+        remedy = FILE_LIMIT if error.errno == errno.EFBIG else "free space for it"
+        return BudgetError(f"{path}: cannot be written: {error.strerror}: {remedy}")
     return InputError(
         f"{path}: cannot be written: {error.strerror}: choose a file that you may write"
     )
