@@ -3,8 +3,9 @@
 May import numpy and pdscope.{arguments,errors,sampling,session,tokens}.
 """
 
+import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -102,6 +103,8 @@ class Request:
         Raises InputError, or BudgetError when the prompt exceeds the context.
         """
         plan = session.engine.plan
+        if chat_options is not None and not isinstance(chat_options, Mapping):
+            raise InputError(f"chat_options is {chat_options!r}, expected a dict")
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
         ids = _prompt_ids(session, prompt if messages is None else messages, chat, chat_options)
@@ -110,7 +113,7 @@ class Request:
             raise BudgetError(
                 f"the prompt has {len(ids)} tokens, the plan's context is {limit}: shorten the "
                 "prompt, or "
-                "recompile with a larger --max-context"
+                "recompile with a larger --max-context (max_context=)"
             )
         if max_new_tokens is not None:
             max_new_tokens = index("max_new_tokens", max_new_tokens)
@@ -134,6 +137,15 @@ class Request:
             seq=session._sequence("seq", seq),
             reuse_prefix=reuse_prefix,
         )
+
+
+_OPTIONS = frozenset(inspect.signature(Request.of).parameters) - {"session", "prompt"}
+
+
+def check_names(options: Iterable[str]) -> None:
+    """Raises InputError for one that Request.of has not."""
+    if unknown := set(options) - _OPTIONS:
+        raise InputError(f"generate: got an unexpected keyword argument '{min(unknown)}'")
 
 
 def _prompt_ids(
