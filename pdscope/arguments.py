@@ -49,7 +49,7 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
 
 
 def text(name: str, value: object) -> str:
-    """A string that UTF-8 can hold, without a NUL."""
+    """A string that UTF-8 can hold."""
     if not isinstance(value, str):
         raise InputError(f"{name} is {value!r}, expected a text")
     try:
@@ -58,8 +58,6 @@ def text(name: str, value: object) -> str:
         raise InputError(
             f"{name} is not valid UTF-8 (at character {error.start}): convert it to UTF-8 first"
         ) from None
-    if "\0" in value:
-        raise InputError(f"{name} is {value!r}, expected a text without a NUL character")
     return value
 
 

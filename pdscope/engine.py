@@ -118,8 +118,8 @@ class Engine:
         weights: str | None = None,
     ) -> None:
         threads = index("threads", threads)
-        if isa is not None:
-            text("isa", isa)
+        if isa is not None and "\0" in text("isa", isa):
+            raise InputError(f"isa is {isa!r}, expected a kernel path: scalar, avx2, ...")
         if not 0 <= threads <= 1024:
             raise InputError(f"threads is {threads}, expected 0 (one per core) to 1024")
         plan.check_machine()

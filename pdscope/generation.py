@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pdscope.arguments import index
+from pdscope.arguments import index, text
 from pdscope.errors import BudgetError, InputError
 from pdscope.sampling import Sampler, Sampling
 from pdscope.tokens import IncrementalDecoder, StopStrings
@@ -160,7 +160,7 @@ def _prompt_ids(
             raise InputError("the prompt is empty: give some text")
         if not chat:
             return session._token_ids(engine.tokenizer.encode(prompt), "generate from")
-        prompt = [{"role": "user", "content": prompt}]
+        prompt = [{"role": "user", "content": text("the prompt", prompt)}]
     elif prompt is None or isinstance(prompt, Mapping) or not hasattr(prompt, "__len__"):
         raise InputError("prompt: expected text, a list of token ids, or a list of messages")
     elif not len(prompt):

@@ -89,7 +89,10 @@ def _texts(engine: "Engine", file: Path) -> Iterator[NDArray[np.int32]]:
     for number, line in enumerate(text.splitlines(), 1):
         entry = _entry(file, number, line)
         if "messages" in entry:
-            yield tokenizer.encode_chat(entry["messages"], add_generation_prompt=False)
+            try:
+                yield tokenizer.encode_chat(entry["messages"], add_generation_prompt=False)
+            except InputError as error:
+                raise InputError(f"{file}:{number}: {error}") from None
         else:
             yield tokenizer.encode(entry["text"])
 

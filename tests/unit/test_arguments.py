@@ -79,6 +79,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ({"threads": 1.5}, "threads is 1.5, expected an integer"),
         ({"threads": "2"}, "threads is '2', expected an integer"),
         ({"isa": 5}, "isa is 5, expected a text"),
+        ({"isa": "fake\0"}, r"isa is 'fake\\x00', expected a kernel path"),
         ({"isa": "\udcff"}, "isa is not valid UTF-8"),
         ({"pin": 5}, "pin is 5, expected auto, on, off"),
         ({"weights": ["mmap"]}, r"weights is \['mmap'\], expected auto, mmap, copy"),
