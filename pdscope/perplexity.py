@@ -81,8 +81,13 @@ def _texts(engine: "Engine", file: Path) -> Iterator[NDArray[np.int32]]:
     tokenizer = engine.tokenizer
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: {error}: expected a text file in UTF-8") from None
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}: expected a text file in UTF-8") from None
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{file}: is not valid UTF-8 (at byte {error.start}): convert it first, e.g. with "
+            "iconv -t utf-8"
+        ) from None
     if file.suffix != ".jsonl":
         yield tokenizer.encode(text)
         return

@@ -13,6 +13,7 @@ import click
 from pdscope import config
 from pdscope.cli._common import command, machine_options
 from pdscope.cli._interrupt import leave_at_interrupt
+from pdscope.cli.paths import GivenPath
 from pdscope.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def _temperature(_ctx: click.Context, _param: click.Parameter, value: float) -> 
 
 
 @command("pdscope-run")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan", type=GivenPath())
 @click.option("-p", "--prompt", help="Text to continue. Default: standard input.")
 @click.option(
     "--chat",
@@ -96,7 +97,7 @@ def _temperature(_ctx: click.Context, _param: click.Parameter, value: float) -> 
 @click.option(
     "--trace",
     "trace_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=GivenPath(dir_okay=False),
     help="Write every instruction as Chrome/Perfetto JSON (open in ui.perfetto.dev).",
 )
 @click.option("--verify", is_flag=True, help="Check the SHA-256 of every file of the plan first.")

@@ -147,6 +147,9 @@ def test_faults_are_one_line_and_status_1(
 
 
 def test_missing_plan(invoke: Invoke, tmp_path: Path) -> None:
+    assert invoke(run.main, "", "-p", "A").err == (
+        "error: 'PLAN' has an empty name; expected a path\n"
+    )
     done = invoke(run.main, str(tmp_path / "none"), "-p", "A")
     assert done.status == 1 and "no such directory" in done.err
 
