@@ -22,6 +22,6 @@ class GivenPath(click.Path):
         ctx: click.Context | None,
     ) -> Any:
         if not os.fspath(value):
-            name = "the path" if param is None else param.get_error_hint(ctx)  # type: ignore[arg-type]
+            name = "the path" if param is None else param.get_error_hint(ctx)
             raise InputError(f"{name} has an empty name; expected a path")
         return super().convert(value, param, ctx)
