@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdscope.arguments import flag, path
 from pdscope.compiler import target as targets
 from pdscope.compiler.lowered import LoweredModel
 from pdscope.compiler.passmanager import (
@@ -77,7 +78,8 @@ def compile_model(
         chosen = Options(**options)
     except TypeError as e:
         raise InputError(f"compile: {str(e).replace('Options.__init__() ', '')}") from None
-    source = Model(Path(model), chosen, progress or Silent())
+    force, dry_run = flag("force", force), flag("dry_run", dry_run)
+    source = Model(path("model", model), chosen, progress or Silent())
     target = targets.resolve(chosen.target)
     if dry_run:
         with tempfile.TemporaryDirectory(prefix="pdscope-") as scratch:
@@ -91,7 +93,9 @@ def compile_model(
         raise InputError("compile: an output directory is needed, except for a dry run")
     if not str(out):
         raise InputError("compile: the output directory has an empty name")
-    destination = Path(os.path.realpath(out))  # what a link points to is what gets replaced
+    destination = Path(
+        os.path.realpath(path("out", out))
+    )  # what a link points to is what gets replaced
     _check_destination(destination, force)
     with _workspace(destination) as workspace:
         recover(destination)
@@ -128,7 +132,7 @@ def _check_destination(out: Path, force: bool) -> None:
     if force:
         check_replaceable(out)
     else:
-        raise PlanError(f"{out}: already holds a plan; --force replaces it")
+        raise PlanError(f"{out}: already holds a plan; --force (force=True) replaces it")
 
 
 def _check_space(out: Path, model: LoweredModel, workspace: Workspace) -> None:

@@ -1,6 +1,7 @@
 """What is compiled, and how: the model's files and the caller's options.
 
-May import pdscope.errors, pdscope.ir and pdscope.compiler.{checkpoint,input_file,trace,passes}.
+May import pdscope.{arguments,errors}, pdscope.ir and
+pdscope.compiler.{checkpoint,input_file,trace,passes}.
 """
 
 import hashlib
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from pdscope.arguments import flag, index, text
 from pdscope.compiler.checkpoint import (
     Checkpoint,
     DummyWeights,
@@ -58,10 +60,16 @@ class Options:
             ("dtype", self.dtype, DTYPES),
             ("load_format", self.load_format, LOAD_FORMATS),
         ):
-            if value not in known:
+            if not isinstance(value, str) or value not in known:
                 raise InputError(
                     f"{name}: '{value}' is unknown; expected one of {', '.join(known)}"
                 )
+        # Of numpy's integers and booleans JSON knows nothing.
+        if self.max_context is not None:
+            object.__setattr__(self, "max_context", index("max_context", self.max_context))
+        object.__setattr__(self, "max_rows", index("max_rows", self.max_rows))
+        object.__setattr__(self, "check_weights", flag("check_weights", self.check_weights))
+        text("target", self.target)
         if self.max_context is not None and self.max_context < 1:
             raise InputError(f"max_context: expected at least 1, got {self.max_context}")
         if not 1 <= self.max_rows <= 65536:
@@ -92,7 +100,8 @@ class Model:
         self.dummy = self.options.load_format == "dummy"
         if self.path.is_file() and not self.dummy:
             raise InputError(
-                f"{self.path}: is a file; expected a model directory (or --load-format dummy)"
+                f"{self.path}: is a file; expected a model directory (or, for its "
+                'config.json alone, --load-format dummy: load_format="dummy")'
             )
         self.checkpoint = None if self.dummy else Checkpoint.open(self.directory)
         self._traced: TracedModel | None = None

@@ -1,10 +1,12 @@
-"""Checks of what callers of a session pass: integers, arrays of them, ranges.
+"""Checks of what callers pass: integers, arrays of them, ranges, texts, paths, flags.
 
 May import numpy and pdscope.errors. Each function raises InputError, which names the argument.
 """
 
 import operator
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,3 +46,35 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
     value = index(name, value)
     if not low <= value < high:
         raise InputError(f"{name} is {value}, expected {low} to {high - 1}")
+
+
+def text(name: str, value: object) -> str:
+    """A string that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise InputError(f"{name} is {value!r}, expected a text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name} is not valid UTF-8 (at character {error.start}): convert it to UTF-8 first"
+        ) from None
+    return value
+
+
+def path(name: str, value: object) -> Path:
+    """A string or path object that can name a file: not empty, without a NUL. Its bytes need not
+    be UTF-8."""
+    given = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(given, str):
+        raise InputError(f"{name} is {value!r}, expected a path: a text or a pathlib.Path")
+    if not given or "\0" in given:
+        what = "without a NUL character" if given else "that is not empty"
+        raise InputError(f"{name} is {given!r}, expected a path {what}")
+    return Path(given)
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False, of Python or numpy."""
+    if not isinstance(value, bool | np.bool_):
+        raise InputError(f"{name} is {value!r}, expected True or False")
+    return bool(value)

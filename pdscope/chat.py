@@ -1,6 +1,7 @@
 """Chat templates of a plan: which one a model has, and what it is given.
 
-May import pdscope.{errors,plan}; pdscope.codegen_templates, and with it jinja2, only to render.
+May import pdscope.{arguments,errors,plan}; pdscope.codegen_templates, and with it jinja2, only
+to render.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pdscope.arguments import text
 from pdscope.errors import InputError
 from pdscope.plan import Plan
 
@@ -86,7 +88,12 @@ class ChatTemplate:
         return cls(source, special, where)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt text of `messages` ({"role", "content"} each), up to the assistant's turn."""
+        """The prompt text of `messages` ({"role", "content"} each), up to the assistant's turn.
+
+        content: text, or a list of {"type": "text", "text": ...} parts, which a space joins as
+        `transformers serve` does; a message with tool_calls may have none. Which roles there are
+        is the template's. Raises InputError naming the message and its field.
+        """
         from pdscope.codegen_templates import render_chat
 
         if not messages:
@@ -96,5 +103,27 @@ class ChatTemplate:
                 raise InputError(
                     f"message {index} has no 'role': give {{'role', 'content'}} objects"
                 )
+        plain = [{**m, "content": _content(i, m)} for i, m in enumerate(messages)]
         variables = {**self.special, **options}
-        return render_chat(self.source, messages, self.where, **variables)
+        return render_chat(self.source, plain, self.where, **variables)
+
+
+def _content(index: int, message: Mapping[str, Any]) -> str:
+    name, content = f"message {index}: content", message.get("content")
+    if content is None and message.get("tool_calls"):
+        return ""
+    if "content" not in message:
+        raise InputError(f"{name} is missing: give {{'role', 'content'}} objects")
+    if isinstance(content, str):
+        return text(name, content)
+    if not isinstance(content, list | tuple):
+        raise InputError(f"{name} is {content!r}, expected a text or a list of text parts")
+    parts = []
+    for at, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or "text" not in part:
+            raise InputError(
+                f"{name}[{at}] is {part!r:.100}, expected {{'type': 'text', 'text': ...}}: a plan "
+                "reads text alone"
+            )
+        parts.append(text(f"{name}[{at}]: text", part["text"]))
+    return " ".join(parts)

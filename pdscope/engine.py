@@ -1,7 +1,7 @@
 """One loaded plan: its library, weights and workers, and the sessions on it.
 
-May import pdscope.{config,errors,native,plan,session,tokens}; never torch, transformers or the
-compiler.
+May import pdscope.{arguments,config,errors,native,plan,session,tokens}; never torch,
+transformers or the compiler.
 """
 
 import os
@@ -10,12 +10,13 @@ import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, NoReturn, Self, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pdscope import config
+from pdscope.arguments import flag, index, path, text
 from pdscope.errors import InputError, PdscopeError, PlanError
 from pdscope.generation import Completion, Stream
 from pdscope.native import PIN, WEIGHTS, EngineHandle, ffi
@@ -47,10 +48,11 @@ def load(
     auto): copy where the memory is there with room to spare. Same results either way.
     verify: check every file's SHA-256 first.
     Raises PlanError (missing, cut short, edited, other version) or TargetError (this CPU cannot run
-    it).
+    it), InputError for an option of another type or out of range.
     """
+    verify = flag("verify", verify)
     if not isinstance(plan, Plan):
-        plan = Plan.open(plan, verify=verify)
+        plan = Plan.open(path("plan", plan), verify=verify)
     elif verify:
         plan = Plan.open(plan.path, verify=True)
     return Engine(plan, threads=threads, isa=isa, pin=pin, weights=weights)
@@ -115,6 +117,9 @@ class Engine:
         pin: str | None = None,
         weights: str | None = None,
     ) -> None:
+        threads = index("threads", threads)
+        if isa is not None and "\0" in text("isa", isa):
+            raise InputError(f"isa is {isa!r}, expected a kernel path: scalar, avx2, ...")
         if not 0 <= threads <= 1024:
             raise InputError(f"threads is {threads}, expected 0 (one per core) to 1024")
         plan.check_machine()
@@ -265,6 +270,12 @@ class Engine:
         for session in sessions:
             session.close()
         self._handle = None
+
+    def __reduce__(self) -> NoReturn:
+        raise PdscopeError(
+            "an engine cannot be copied or pickled: call pdscope.load() where it is needed, in "
+            "each process"
+        )
 
     def __enter__(self) -> Self:
         return self

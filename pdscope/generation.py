@@ -3,15 +3,16 @@
 May import numpy and pdscope.{arguments,errors,sampling,session,tokens}.
 """
 
+import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdscope.arguments import index
+from pdscope.arguments import index, text
 from pdscope.errors import BudgetError, InputError
 from pdscope.sampling import Sampler, Sampling
 from pdscope.tokens import IncrementalDecoder, StopStrings
@@ -102,6 +103,8 @@ class Request:
         Raises InputError, or BudgetError when the prompt exceeds the context.
         """
         plan = session.engine.plan
+        if chat_options is not None and not isinstance(chat_options, Mapping):
+            raise InputError(f"chat_options is {chat_options!r}, expected a dict")
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
         ids = _prompt_ids(session, prompt if messages is None else messages, chat, chat_options)
@@ -110,7 +113,7 @@ class Request:
             raise BudgetError(
                 f"the prompt has {len(ids)} tokens, the plan's context is {limit}: shorten the "
                 "prompt, or "
-                "recompile with a larger --max-context"
+                "recompile with a larger --max-context (max_context=)"
             )
         if max_new_tokens is not None:
             max_new_tokens = index("max_new_tokens", max_new_tokens)
@@ -136,6 +139,15 @@ class Request:
         )
 
 
+_OPTIONS = frozenset(inspect.signature(Request.of).parameters) - {"session", "prompt"}
+
+
+def check_names(options: Iterable[str]) -> None:
+    """Raises InputError for one that Request.of has not."""
+    if unknown := set(options) - _OPTIONS:
+        raise InputError(f"generate: got an unexpected keyword argument '{min(unknown)}'")
+
+
 def _prompt_ids(
     session: "Session",
     prompt: "Prompt | Messages | None",
@@ -148,7 +160,7 @@ def _prompt_ids(
             raise InputError("the prompt is empty: give some text")
         if not chat:
             return session._token_ids(engine.tokenizer.encode(prompt), "generate from")
-        prompt = [{"role": "user", "content": prompt}]
+        prompt = [{"role": "user", "content": text("the prompt", prompt)}]
     elif prompt is None or isinstance(prompt, Mapping) or not hasattr(prompt, "__len__"):
         raise InputError("prompt: expected text, a list of token ids, or a list of messages")
     elif not len(prompt):

@@ -81,15 +81,23 @@ def _texts(engine: "Engine", file: Path) -> Iterator[NDArray[np.int32]]:
     tokenizer = engine.tokenizer
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: {error}: expected a text file in UTF-8") from None
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}: expected a text file in UTF-8") from None
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{file}: is not valid UTF-8 (at byte {error.start}): convert it first, e.g. with "
+            "iconv -t utf-8"
+        ) from None
     if file.suffix != ".jsonl":
         yield tokenizer.encode(text)
         return
     for number, line in enumerate(text.splitlines(), 1):
         entry = _entry(file, number, line)
         if "messages" in entry:
-            yield tokenizer.encode_chat(entry["messages"], add_generation_prompt=False)
+            try:
+                yield tokenizer.encode_chat(entry["messages"], add_generation_prompt=False)
+            except InputError as error:
+                raise InputError(f"{file}:{number}: {error}") from None
         else:
             yield tokenizer.encode(entry["text"])
 

@@ -4,7 +4,6 @@ May import numpy, pdscope.{errors,native}. The choice itself is made in C (pds_s
 stateless and deterministic: the same logits, parameters, seed and draw give the same token.
 """
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,9 @@ from numpy.typing import NDArray
 
 from pdscope.errors import InputError
 from pdscope.native import Library, ffi
+
+# What the runtime's float32 holds with all its digits, in round numbers.
+LEAST, MOST = 1.2e-38, 3.4e38
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,13 @@ class Sampling:
             value = getattr(self, name)
             whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
             _require(name, value, whole or (name == "seed" and value is None), "a whole number")
-        _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more")
-        _require("top_k", self.top_k, 0 <= self.top_k < 2**31, "0 (off) or a count of tokens")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        penalty, range_ = self.repetition_penalty, f"from {LEAST} to {MOST}"
+        warm = self.temperature == 0 or LEAST <= self.temperature <= MOST
+        _require("temperature", self.temperature, warm, f"0 (greedy) or {range_}")
+        _require("top_k", self.top_k, 0 <= self.top_k < 2**31, f"0 (off) to {2**31 - 1}")
+        _require("top_p", self.top_p, LEAST <= self.top_p <= 1, f"from {LEAST} to 1")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
-        _require(
-            "repetition_penalty",
-            self.repetition_penalty,
-            0 < self.repetition_penalty < math.inf,
-            "above 0",
-        )
+        _require("repetition_penalty", penalty, LEAST <= penalty <= MOST, range_)
         _require(
             "seed", self.seed, self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"
         )

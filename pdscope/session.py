@@ -152,8 +152,9 @@ class Session(SessionCore):
         that the same thread begins ends the first one's right to the sequence, and so does any
         other use of it.
         """
-        from pdscope.generation import Request, Stream
+        from pdscope.generation import Request, Stream, check_names
 
+        check_names(options)
         made = Stream(self, Request.of(self, prompt, **options))
         return made if stream else made.run()
 

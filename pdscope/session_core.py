@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -59,6 +59,12 @@ class SessionCore:
         self._logits = c.new("pds_logits *")
         self._u32 = c.new("uint32_t *")
 
+    def __reduce__(self) -> NoReturn:
+        raise PdscopeError(
+            "a session cannot be copied or pickled: make another with engine.session(), and move "
+            "a sequence with save() and restore()"
+        )
+
     # --- what generation.py builds on; the caller is inside _operation ---
 
     def _prefill(
@@ -71,7 +77,7 @@ class SessionCore:
             raise BudgetError(
                 f"{len(tokens)} tokens{had} exceed the plan's context of {info.max_context} "
                 "tokens: "
-                "shorten the prompt, or recompile with a larger --max-context"
+                "shorten the prompt, or recompile with a larger --max-context (max_context=)"
             )
         size = min(info.max_rows, info.max_logits) if all_logits else info.max_rows
         result = np.empty((0, info.vocab), np.float32)

@@ -1,6 +1,6 @@
 """Text to token ids and back: the plan's tokenizer, streaming detokenisation, stop strings.
 
-May import numpy, tokenizers, pdscope.{chat,errors,plan}.
+May import numpy, tokenizers, pdscope.{arguments,chat,errors,plan}.
 """
 
 import json
@@ -11,6 +11,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from pdscope.arguments import text as checked_text
 from pdscope.chat import ChatTemplate
 from pdscope.errors import InputError, PlanError
 from pdscope.plan import Plan
@@ -50,7 +51,7 @@ class Tokenizer:
         """Ids of a text, int32 [n]; `special` adds what the model's tokenizer adds, usually one
         BOS.
         """
-        _check_text(text)
+        checked_text("the prompt", text)
         ids = self._tokenizer.encode(text, add_special_tokens=special).ids
         if special and self._config.get("add_bos_token") is True:
             bos = self._special("bos_token")
@@ -158,8 +159,8 @@ class StopStrings:
     def __init__(self, stop: Sequence[str]) -> None:
         if isinstance(stop, str):
             stop = (stop,)
-        if not all(isinstance(each, str) for each in stop):
-            raise InputError(f"stop is {stop!r}, expected texts")
+        for each in stop:
+            checked_text("stop", each)
         if not all(stop):
             raise InputError("a stop string is empty: give text, or leave it out")
         self._stop = tuple(stop)
@@ -214,12 +215,3 @@ def _config(plan: Plan) -> dict[str, Any]:
             f"{plan.path / 'tokenizer_config.json'}: not valid JSON ({error}): recompile the model"
         ) from None
     return config if isinstance(config, dict) else {}
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"the prompt is not valid UTF-8 (at character {error.start}): convert it to UTF-8 first"
-        ) from None

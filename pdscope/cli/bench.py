@@ -13,6 +13,7 @@ import click
 
 from pdscope.cli._common import command, machine_options
 from pdscope.cli._interrupt import leave_at_interrupt
+from pdscope.cli.paths import GivenPath
 from pdscope.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Result:
 
 
 @command("pdscope-bench")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan", type=GivenPath())
 @click.option(
     "-p",
     "--n-prompt",
@@ -83,13 +84,13 @@ class Result:
     "--perplexity",
     "text",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     help="Measure how well the plan predicts FILE, not its speed: a text, or *.jsonl of texts and "
     "chats.",
 )
 @click.option(
     "--against",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     help="With --perplexity: another plan of the model, such as the bf16 one, to compare with.",
 )
 @click.option(
@@ -127,7 +128,7 @@ def main(
 
     \b
     pdscope-bench plan/
-    pdscope-bench plan/ -p 512,4096 -n 64 -r 5
+    pdscope-bench plan/ -p 128,512 -n 64 -r 5
     pdscope-bench plan/ -p 0 -n 32 --json
     pdscope-bench int4-plan/ --perplexity text.txt --against bf16-plan/
     """

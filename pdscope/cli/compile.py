@@ -13,13 +13,14 @@ import click
 from pdscope import config
 from pdscope.cli._common import Interrupted, command
 from pdscope.cli._interrupt import leave_at_interrupt
+from pdscope.cli.paths import GivenPath
 
 if TYPE_CHECKING:
     from pdscope.compiler.driver import CompileResult
 
 
 @command("pdscope-compile")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=GivenPath())
 @click.option("-o", "--output", type=click.Path(), help="Plan directory to create.")
 @click.option(
     "--dtype",
@@ -136,6 +137,7 @@ def _print_summary(result: "CompileResult") -> None:
 
     m = result.manifest
     model, memory = m["model"], m["memory"]
+    run = memory["weights"] + memory["engine_1_thread"] + memory["session"]
     experts = m["placement"]["experts"]
     moe = f"{model['moe_layers']} MoE layers, {model['experts']} experts, top-{model['top_k']}"
     rows = [
@@ -157,6 +159,7 @@ def _print_summary(result: "CompileResult") -> None:
             f"({human_bytes(memory['kv_per_token'])} of KV a token), "
             f"{human_bytes(memory['engine_1_thread'])} an engine",
         ),
+        ("to run", f"{human_bytes(run)}: weights, an engine of one thread, one session"),
     ]
     if result.plan is None:
         rows.append(("dry run", "nothing was written; --json prints the whole memory table"))

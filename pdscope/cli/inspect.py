@@ -9,6 +9,7 @@ import click
 
 from pdscope.cli._common import command
 from pdscope.cli.format import human_bytes, pairs, table
+from pdscope.cli.paths import GivenPath
 from pdscope.errors import PlanError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def _layer(_ctx: click.Context, _param: click.Parameter, value: str | None) -> i
 
 
 @command("pdscope-inspect")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan", type=GivenPath())
 @click.option(
     "--layer",
     metavar="N|prologue|epilogue",
@@ -35,33 +36,30 @@ def _layer(_ctx: click.Context, _param: click.Parameter, value: str | None) -> i
 @click.option(
     "--phase",
     type=click.Choice(["decode", "batch", "prefill"]),
-    default="decode",
-    show_default=True,
-    help="With --layer: for 1 row, for 2 to 16, or for more.",
+    help="With --layer: for 1 row (the default), for 2 to 16, or for more.",
 )
-@click.option("--graph", "what", flag_value="graph", help="Print the traced model graph.")
-@click.option(
-    "--memory", "what", flag_value="memory", help="Print what every part takes, in bytes."
-)
+@click.option("--graph", is_flag=True, help="Print the traced model graph.")
+@click.option("--memory", is_flag=True, help="Print what every part takes, in bytes.")
 @click.option(
     "--verify",
-    "what",
-    flag_value="verify",
+    is_flag=True,
     help="Re-check every file's SHA-256, the schema, the verifier's rules for all programs, and "
     "that plan.json, memory.json and plan.c say what the graph gives.",
 )
 @click.option(
     "--diff",
     "other",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     help="Print what OTHER changes: plan.json, programs, memory, files.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(
     plan: Path,
     layer: int | str | None,
-    phase: str,
-    what: str | None,
+    phase: str | None,
+    graph: bool,
+    memory: bool,
+    verify: bool,
     other: Path | None,
     as_json: bool,
 ) -> None:
@@ -76,20 +74,22 @@ def main(
     pdscope-inspect plan/ --verify
     pdscope-inspect plan/ --diff other-plan/
     """
-    if sum(choice is not None for choice in (layer, what, other)) > 1:
+    if sum((layer is not None, graph, memory, verify, other is not None)) > 1:
         raise click.UsageError("Give one of --layer, --graph, --memory, --verify, --diff.")
+    if phase is not None and layer is None:
+        raise click.UsageError("--phase needs --layer.")
     from pdscope.plan import Plan
 
     opened = Plan.open(plan)
     if layer is not None:
-        _print_text(opened, opened.program_file(layer, phase), as_json)
-    elif what == "graph":
+        _print_text(opened, opened.program_file(layer, phase or "decode"), as_json)
+    elif graph:
         if "graph.txt" not in opened.files:
             raise PlanError(f"{plan}: the plan has no graph.txt: recompile the model")
         _print_text(opened, "graph.txt", as_json)
-    elif what == "memory":
+    elif memory:
         _print_memory(opened, as_json)
-    elif what == "verify":
+    elif verify:
         _verify(opened, as_json)
     elif other is not None:
         _diff(opened, Plan.open(other), as_json)

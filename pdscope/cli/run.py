@@ -13,6 +13,7 @@ import click
 from pdscope import config
 from pdscope.cli._common import command, machine_options
 from pdscope.cli._interrupt import leave_at_interrupt
+from pdscope.cli.paths import GivenPath
 from pdscope.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,10 +23,18 @@ if TYPE_CHECKING:
 
 # 40 bytes a record; pages that stay unused take no memory.
 _MOST_RECORDS = 1 << 24
+# As pdscope.sampling has them: to import it takes time that --help has not.
+_LEAST, _MOST = 1.2e-38, 3.4e38
+
+
+def _temperature(_ctx: click.Context, _param: click.Parameter, value: float) -> float:
+    if 0 < value < _LEAST:
+        raise click.BadParameter(f"{value} is not 0 or in the range {_LEAST}<=x<={_MOST}.")
+    return value
 
 
 @command("pdscope-run")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan", type=GivenPath())
 @click.option("-p", "--prompt", help="Text to continue. Default: standard input.")
 @click.option(
     "--chat",
@@ -44,17 +53,21 @@ _MOST_RECORDS = 1 << 24
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=click.FloatRange(0, _MOST),
+    callback=_temperature,
     default=0.0,
     show_default=True,
-    help="0: greedy, always the likeliest token.",
+    help=f"0: greedy, always the likeliest token. Else at least {_LEAST}.",
 )
 @click.option(
-    "--top-k", type=click.IntRange(min=0), default=0, help="Only the K likeliest; 0: off."
+    "--top-k",
+    type=click.IntRange(0, 2**31 - 1),
+    default=0,
+    help="Only the K likeliest; 0: off.",
 )
 @click.option(
     "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=click.FloatRange(_LEAST, 1),
     default=1.0,
     help="Only the likeliest that together reach P; 1: off.",
 )
@@ -66,7 +79,7 @@ _MOST_RECORDS = 1 << 24
 )
 @click.option(
     "--repetition-penalty",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(_LEAST, _MOST),
     default=1.0,
     help="Above 1 makes tokens that were there already less likely; 1: off.",
 )
@@ -84,7 +97,7 @@ _MOST_RECORDS = 1 << 24
 @click.option(
     "--trace",
     "trace_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=GivenPath(dir_okay=False),
     help="Write every instruction as Chrome/Perfetto JSON (open in ui.perfetto.dev).",
 )
 @click.option("--verify", is_flag=True, help="Check the SHA-256 of every file of the plan first.")
@@ -127,8 +140,13 @@ def main(
     options["stop"] = list(options["stop"])
 
     with leave_at_interrupt():
+        from pdscope.arguments import text as checked_text
         from pdscope.engine import load
 
+    if system is not None:
+        checked_text("--system", system)
+    for stop in options["stop"]:
+        checked_text("--stop", stop)
     begin = time.perf_counter()
     engine = load(plan, threads=threads, isa=isa, pin=pin, weights=weights, verify=verify)
     load_seconds = time.perf_counter() - begin

@@ -144,6 +144,51 @@ def test_no_template_and_bad_messages(tmp_path: Path) -> None:
         template.render([{"role": "user", "content": ""}, {"content": "x"}])
 
 
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": []}, ""),
+        ({"content": [{"type": "text", "text": "one"}]}, "one"),
+        (
+            {"content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+            "one two",
+        ),
+        ({"content": None, "tool_calls": [{"name": "f"}]}, ""),
+        ({"tool_calls": [{"name": "f"}]}, ""),
+    ],
+)
+def test_content_is_text_or_parts_of_text(message: dict[str, Any], expected: str) -> None:
+    """Holds generate(messages): what clients of chat models send."""
+    template = ChatTemplate("{{ messages[0].content }}|{{ messages[0].role }}", {})
+    given = {"role": "anyone", **message}
+    assert template.render([given]) == f"{expected}|anyone"
+    assert given == {"role": "anyone", **message}  # the caller's object is as it was
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({}, "content is missing"),
+        ({"content": None}, "content is None, expected a text"),
+        ({"content": 5}, "content is 5, expected a text"),
+        ({"content": {"type": "text", "text": "x"}}, "content is .*expected a text or a list"),
+        ({"content": ["x"]}, r"content\[0\] is 'x', expected"),
+        ({"content": [{"type": "text"}]}, r"content\[0\] is .*expected"),
+        (
+            {"content": [{"type": "text", "text": ""}, {"type": "image_url", "image_url": "y"}]},
+            r"content\[1\] is .*image_url.*a plan reads text alone",
+        ),
+        ({"content": [{"type": "text", "text": None}]}, r"content\[0\]: text is None"),
+        ({"content": "\udcff"}, "content is not valid UTF-8"),
+    ],
+)
+def test_content_of_another_kind_is_named(message: dict[str, Any], words: str) -> None:
+    template = ChatTemplate("{{ messages }}", {})
+    first = {"role": "system", "content": "x"}
+    with pytest.raises(InputError, match=f"^message 1: {words}"):
+        template.render([first, {"role": "user", **message}])
+
+
 def test_our_own_templates_refuse_undefined_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,31 @@ def test_layer_out_of_range(call: Call, plan: Path) -> None:
     assert status == 2 and "Give one of" in err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--phase", "decode"), "--phase needs --layer"),
+        (("--graph", "--phase", "prefill"), "--phase needs --layer"),
+        (("--graph", "--memory"), "Give one of"),
+        (("--memory", "--verify"), "Give one of"),
+        (("--verify", "--graph"), "Give one of"),
+        (("--verify", "--diff", "other"), "Give one of"),
+    ],
+)
+def test_one_view_at_a_time(call: Call, plan: Path, options: tuple[str, ...], message: str) -> None:
+    """Holds: exit status 2 for wrong usage."""
+    status, out, err = call(plan, *options)
+    assert status == 2 and message in err and not out
+
+
+def test_empty_path(call: Call, plan: Path) -> None:
+    """Not the current directory, which pathlib takes it for."""
+    for options, name in ((("",), "PLAN"), ((plan, "--diff", ""), "--diff")):
+        status, out, err = call(*options)
+        assert (status, out) == (1, "")
+        assert err == f"error: '{name}' has an empty name; expected a path\n"
+
+
 def test_graph_and_memory(call: Call, plan: Path) -> None:
     status, out, _ = call(plan, "--graph")
     assert status == 0 and out == (plan / "graph.txt").read_text()

@@ -20,6 +20,7 @@ import pytest
 from support import fake_plan
 from support.plans import PlanStore
 
+from pdscope import sampling
 from pdscope.cli import run
 from pdscope.cli._common import Command
 from pdscope.plan import Plan
@@ -121,10 +122,17 @@ def test_stop_eos_and_sampling_options(invoke: Invoke, plan: str) -> None:
         ((), b"", "the prompt is empty"),
         ((), b"\n", "the prompt is empty"),
         ((), b"ab\xffc", "not valid UTF-8 (byte 0xff at offset 2)"),
-        (("-p", "a\udcff"), None, "not valid UTF-8"),
+        (("-p", "a\udcff"), None, "the prompt is not valid UTF-8"),
+        (("--chat", "-p", "a\udcff"), None, "not valid UTF-8"),
         (("-p", "A" * 200), None, "the plan's context is 96"),
         (("-p", "A", "--isa", "nonsense"), None, "unknown kernel path"),
         (("-p", "A", "--stop", ""), None, "a stop string is empty"),
+        (("-p", "A", "--stop", "\udcff"), None, "error: --stop is not valid UTF-8"),
+        (
+            ("--chat", "-p", "A", "--system", "a\udcff"),
+            None,
+            "error: --system is not valid UTF-8 (at character 1)",
+        ),
         (("-p", "A", "--trace", "/no/such/folder/t.json"), None, "there is no folder"),
     ],
 )
@@ -140,6 +148,9 @@ def test_faults_are_one_line_and_status_1(
 
 
 def test_missing_plan(invoke: Invoke, tmp_path: Path) -> None:
+    assert invoke(run.main, "", "-p", "A").err == (
+        "error: 'PLAN' has an empty name; expected a path\n"
+    )
     done = invoke(run.main, str(tmp_path / "none"), "-p", "A")
     assert done.status == 1 and "no such directory" in done.err
 
@@ -150,6 +161,11 @@ def test_missing_plan(invoke: Invoke, tmp_path: Path) -> None:
         ("--nonsense",),
         ("-p", "A", "-n", "0"),
         ("-p", "A", "--temperature", "-1"),
+        ("-p", "A", "--temperature", "1e-40"),
+        ("-p", "A", "--temperature", "1e39"),
+        ("-p", "A", "--top-k", "99999999999"),
+        ("-p", "A", "--repetition-penalty", "1e-300"),
+        ("-p", "A", "--repetition-penalty", "1e39"),
         ("-p", "A", "--top-p", "0"),
         ("-p", "A", "--min-p", "2"),
         ("-p", "A", "--seed", "x"),
@@ -159,6 +175,14 @@ def test_missing_plan(invoke: Invoke, tmp_path: Path) -> None:
 def test_wrong_usage_is_status_2(invoke: Invoke, plan: str, args: tuple[str, ...]) -> None:
     done = invoke(run.main, plan, *args)
     assert done.status == 2 and "Usage: " in done.err
+
+
+def test_help_names_the_ranges_of_sampling(invoke: Invoke) -> None:
+    """They are those of the runtime's float32 and int32, as the Python API has them."""
+    assert (run._LEAST, run._MOST) == (sampling.LEAST, sampling.MOST)
+    words = " ".join(invoke(run.main, "--help").out.split())
+    assert "Else at least 1.2e-38. [default: 0.0; 0<=x<=3.4e+38]" in words
+    assert "0<=x<=2147483647" in words and "1.2e-38<=x<=3.4e+38" in words
 
 
 def test_help_teaches(invoke: Invoke) -> None:

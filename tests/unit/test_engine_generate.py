@@ -152,8 +152,8 @@ def test_bad_requests(
     assert engine.stats().steps == steps
 
 
-def test_unknown_option_is_a_type_error(engine: pdscope.Engine) -> None:
-    with pytest.raises(TypeError, match="temprature"):
+def test_unknown_option_is_named(engine: pdscope.Engine) -> None:
+    with pytest.raises(InputError, match="temprature"):
         engine.generate("Hello", temprature=1)
 
 

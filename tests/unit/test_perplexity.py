@@ -99,3 +99,20 @@ def test_wrong_usage(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run(plan, "--tokens", "5") == 2
     assert run(plan, "--perplexity", str(tmp_path / "none.txt")) == 1
     assert "none.txt" in capsys.readouterr().err
+
+
+def test_faults_of_the_file(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Holds: one line that names the file once, and the line and field in it."""
+    missing, foreign, chats = tmp_path / "none", tmp_path / "foreign", tmp_path / "chats.jsonl"
+    foreign.write_bytes(b"ab\xff")
+    chats.write_text('{"text": "ab"}\n{"messages": [{"role": "user", "content": 5}]}\n')
+    for file, message in (
+        (missing, f"{missing}: No such file or directory: expected a text file in UTF-8"),
+        (foreign, f"{foreign}: is not valid UTF-8 (at byte 2): convert it first"),
+        (chats, f"{chats}:2: message 0: content is 5, expected a text"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            bench.main.main([plan, "--perplexity", str(file)])
+        err = capsys.readouterr().err
+        assert caught.value.code == 1 and err.startswith(f"error: {message}")
+        assert err.count("\n") == 1 and "Errno" not in err and err.count(str(file)) == 1

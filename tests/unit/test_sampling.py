@@ -13,8 +13,9 @@ from support.assets import model_path
 from support.plans import PlanStore
 
 import pdscope
+from pdscope.errors import InputError
 from pdscope.native import Library
-from pdscope.sampling import Sampler, Sampling
+from pdscope.sampling import LEAST, MOST, Sampler, Sampling
 
 VOCAB = 40
 HISTORY = [3, 3, 7, 20]
@@ -133,3 +134,31 @@ def test_history_grows_with_what_is_drawn(library: Library) -> None:
     assert sampler.history.tolist() == [5, *found]
     sampler.draw(logits)  # a full history stays as it is
     assert len(sampler.history) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("temperature", 1e-40, r"0 \(greedy\) or from 1.2e-38 to 3.4e\+38"),
+        ("temperature", 1e39, r"0 \(greedy\) or from 1.2e-38 to 3.4e\+38"),
+        ("temperature", 10**400, r"0 \(greedy\) or from 1.2e-38 to 3.4e\+38"),
+        ("repetition_penalty", 1e-300, r"from 1.2e-38 to 3.4e\+38"),
+        ("repetition_penalty", 3.5e38, r"from 1.2e-38 to 3.4e\+38"),
+        ("top_p", 1e-300, "from 1.2e-38 to 1"),
+        ("top_k", 99999999999, r"0 \(off\) to 2147483647"),
+    ],
+)
+def test_ranges_are_those_of_the_runtimes_numbers(name: str, value: float, expected: str) -> None:
+    """What float32 or int32 would make 0, infinite or another number is refused by name."""
+    with pytest.raises(
+        InputError, match=f"^{name} is {value}, expected {expected}$".replace("e+", "e\\+")
+    ):
+        Sampling(**{name: value})
+
+
+@pytest.mark.parametrize("value", [LEAST, MOST])
+def test_ends_of_the_ranges_reach_the_runtime(library: Library, value: float) -> None:
+    for options in ({"repetition_penalty": value}, {"temperature": value}):
+        logits = np.full(VOCAB, -1e-3, np.float32)
+        sampler = Sampler(library, VOCAB, Sampling(**options), 1, 8)
+        assert 0 <= sampler.draw(logits) < VOCAB
