@@ -210,12 +210,13 @@ def test_paths_of_other_architectures() -> None:
 
 DISK_FULL = """
 import pathlib, resource, signal, sys
+from pdscope import errors
 from pdscope.compiler import build
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     build.build_library(sys.argv[1], pathlib.Path(sys.argv[2]), ("scalar",))
-except build.BudgetError as error:
+except errors.BudgetError as error:
     print("BudgetError:", error)
 """
 
