@@ -3,9 +3,9 @@
  * too far apart or anywhere (x_index). Four accumulators: two groups of 16 rows times two panels,
  * or, for at most 16 rows, one times four.
  *
- * A pass keeps its rows of x in the second-level cache, and each pair of panels, which comes there
- * from memory while the pair before it is multiplied. Sums of a pair of groups become outputs while
- * the tiles of the next multiply.
+ * A pass keeps its rows of x in the second-level cache, where each pair of panels arrives from
+ * memory while the pair before it is multiplied. Sums of two groups become outputs while the tiles
+ * of the next two multiply.
  *
  * Every output is one chain over k in tiles of 32, whatever the rows and columns of the call: so
  * a GEMM cut differently gives the same bits. The last group of rows reaches back to have 16
@@ -15,7 +15,7 @@
 enum {
   AMX_ROWS = 16,        /* of an A tile */
   AMX_AHEAD = 2,        /* tiles to prefetch ahead where panels are only streamed */
-  AMX_AHEAD_PANELS = 4, /* panels, where several groups of rows share them */
+  AMX_AHEAD_PANELS = 2, /* panels, where several groups of rows share them */
   AMX_TILE_BYTES = 1024,
   AMX_TILE_LINES = 16,
   AMX_X_BYTES = 768 * 1024,   /* copied rows of x: 12 groups of k = 2048 */
@@ -203,17 +203,7 @@ PDS_INLINE void amx_1x2(const amx_block *k) {
 PDS_INLINE void amx_1x4(const amx_block *k) {
   const unsigned char *a = k->a[0], *b0 = k->b, *b1 = b0 + k->b_panel, *b2 = b1 + k->b_panel,
                       *b3 = b2 + k->b_panel;
-  if (k->first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, k->sum[0], k->sum_row);
-    _tile_loadd(1, k->sum[0] + PDS_LANES, k->sum_row);
-    _tile_loadd(2, k->sum[1], k->sum_row);
-    _tile_loadd(3, k->sum[1] + PDS_LANES, k->sum_row);
-  }
+  amx_load_sums(k);
   for (uint32_t t = 0; t < k->tiles; t++) {
     const ptrdiff_t ahead = t < k->turn ? k->ahead : k->jump;
     _tile_loadd(4, a, k->a_row);
@@ -237,10 +227,7 @@ PDS_INLINE void amx_1x4(const amx_block *k) {
     b2 += AMX_TILE_BYTES;
     b3 += AMX_TILE_BYTES;
   }
-  _tile_stored(0, k->sum[0], k->sum_row);
-  _tile_stored(1, k->sum[0] + PDS_LANES, k->sum_row);
-  _tile_stored(2, k->sum[1], k->sum_row);
-  _tile_stored(3, k->sum[1] + PDS_LANES, k->sum_row);
+  amx_store_sums(k);
 }
 
 /* Where row i of the call is. */
