@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 from decode_ceiling import CONFIG, bytes_per_token, make_plan
-from machine import ceilings, spread, usable_cores
+from machine import ceilings, plan_folder, spread, usable_cores
 
 import pdscope
-from pdscope import config
 
 RESIDUAL_SCALE = 0.002
 
@@ -202,7 +201,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.quick:
         asked.rounds, asked.tokens = 2, 8
-    plan = config.cache_dir() / f"bench-qwen3-4-layers-{asked.prompt}"
+    plan = plan_folder(f"bench-qwen3-4-layers-{asked.prompt}")
     make_plan(plan, asked.prompt + asked.tokens + 64)
     runs: dict[str, list[tuple[float, float]]] = {"pdscope": []}
     limits: list[tuple[float, float]] = []

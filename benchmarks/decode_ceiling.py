@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import ceilings, spread, usable_cores
+from machine import ceilings, plan_folder, spread, usable_cores
 
 import pdscope
-from pdscope import config
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -87,7 +86,9 @@ def make_plan(plan: Path, context: int = CONTEXT) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plan", type=Path, default=config.cache_dir() / "bench-qwen3-4-layers")
+    parser.add_argument(
+        "--plan", type=Path, help="by default one in PDScope's cache, made at first"
+    )
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=24)
@@ -96,11 +97,12 @@ def main() -> None:
     size = bytes_per_token()
     limits: list[float] = []
     rates: list[float] = []
-    make_plan(asked.plan)
+    plan = asked.plan or plan_folder("bench-qwen3-4-layers")
+    make_plan(plan)
     rng = np.random.default_rng(0)
     with (
         ceilings(asked.threads) as tools,
-        pdscope.load(asked.plan, threads=asked.threads) as engine,
+        pdscope.load(plan, threads=asked.threads) as engine,
     ):
         isa = engine.info.isa
         decode_rate(engine, asked.tokens, rng)  # brings the weights into memory

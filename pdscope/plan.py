@@ -256,7 +256,7 @@ class Plan:
         if found != self.plan_hash:
             raise PlanError(
                 f"{self.path / 'plan.json'}: plan_hash: {self.plan_hash}, its fields give {found}: "
-                "plan.json was edited; recompile the model"
+                "plan.json was edited, or made by another PDScope; recompile the model"
             )
 
 

@@ -245,7 +245,7 @@ def test_edited_fields_are_refused_at_load(plan: Path, change: Callable[[Any], o
     data = json.loads((plan / "plan.json").read_text(encoding="utf-8"))
     change(data)
     (plan / "plan.json").write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(PlanError, match=r"plan\.json: plan_hash: .*was edited; recompile"):
+    with pytest.raises(PlanError, match=r"plan\.json: plan_hash: .*was edited, or made by another"):
         pdscope.load(plan)
 
 
