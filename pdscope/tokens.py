@@ -106,6 +106,7 @@ class IncrementalDecoder:
         self._window = context  # ids from which pieces are decoded
         self._settled = len(context)  # the leading ids whose text is out
         self._given = 0  # characters of the unsettled ids' text that are out already
+        self._silent = 0  # unsettled ids that had no text
 
     def push(self, token: int) -> str:
         """The text that `token` completes; may be empty."""
@@ -113,7 +114,11 @@ class IncrementalDecoder:
         fresh = self._fresh(final=False)
         if fresh is None:
             return ""
-        waiting = min(len(fresh) - len(fresh.rstrip(_REPLACEMENT)), _UNSETTLED)
+        most, unsettled = _UNSETTLED + self._silent, len(self._window) - self._settled
+        waiting = len(fresh) - len(fresh.rstrip(_REPLACEMENT))
+        if unsettled < waiting and unsettled <= most:
+            return ""  # settled ids without text are part of the run too
+        waiting = min(waiting, most)
         piece = fresh[self._given : len(fresh) - waiting]
         if waiting:
             self._given += len(piece)
@@ -121,6 +126,8 @@ class IncrementalDecoder:
             self._settle()
         elif self._tokenizer.decode([token], skip_special=False):
             self._window.pop()  # a special token: it has no text, now or later
+        else:
+            self._silent += 1  # a stripped space, which a run of bytes may replace with the rest
         return piece
 
     def flush(self) -> str:
@@ -133,7 +140,7 @@ class IncrementalDecoder:
         # The ids of this piece are the context of the next one.
         self._window = self._window[self._settled :]
         self._settled = len(self._window)
-        self._given = 0
+        self._given = self._silent = 0
 
     def _fresh(self, final: bool) -> str | None:
         """Text of the unsettled ids; None while it cannot be told.
@@ -145,7 +152,7 @@ class IncrementalDecoder:
         whole = self._tokenizer.decode(self._window)
         if whole.startswith(before):
             return whole[len(before) :]
-        if final or len(self._window) - self._settled > _UNSETTLED:
+        if final or len(self._window) - self._settled > _UNSETTLED + self._silent:
             return self._tokenizer.decode(self._window[self._settled :])
         return None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import fake_plan
 from support.assets import model_path
@@ -79,6 +79,7 @@ def test_pieces_of_any_bytes_are_the_decoded_text(data: bytes) -> None:
 
 
 @settings(max_examples=200, deadline=None)
+@example(" \U00010000", [])  # a space that decoding strips, then four bytes of one character
 @given(st.text(max_size=20), st.lists(st.sampled_from([256, 257, 258, 259]), max_size=8))
 def test_pieces_with_byte_fallback(text: str, words: list[int]) -> None:
     tokenizer = fallback_tokenizer()
