@@ -3,7 +3,6 @@
 Imported by the scripts next to it; may import pdscope.
 """
 
-import hashlib
 import os
 import shutil
 import statistics
@@ -13,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import pdscope
 from pdscope import config
 from pdscope.compiler.build import find_compiler
+from pdscope.compiler.pipeline import compiler_sha256
 
 
 class Ceilings:
@@ -46,13 +45,7 @@ def ceilings(threads: int, seconds: float = 1.0) -> Iterator[Ceilings]:
 def plan_folder(name: str) -> Path:
     """Where a benchmark keeps its plan: another place for every state of PDScope's sources, since a
     plan holds the kernels it was compiled with. Removes those of other states."""
-    package = Path(pdscope.__file__).parent
-    digest = hashlib.sha256()
-    for room in (".", "compiler", "ir", "models", "runtime_c", "codegen_templates"):
-        for file in sorted((package / room).resolve().rglob("*")):
-            if file.suffix in (".py", ".c", ".h", ".j2"):
-                digest.update(file.read_bytes())
-    folder = config.cache_dir() / f"{name}-{digest.hexdigest()[:12]}"
+    folder = config.cache_dir() / f"{name}-{compiler_sha256()[:12]}"
     for old in folder.parent.glob(f"{name}-" + "[0-9a-f]" * 12):
         if old != folder:
             shutil.rmtree(old)

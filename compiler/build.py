@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from pdscope import config, runtime_c
-from pdscope.errors import FILE_LIMIT, DiskError, TargetError
+from pdscope.errors import FILE_LIMIT, DiskError, TargetError, disk_fault
 
 #: Called with (objects done, objects in all) as the build goes on.
 Progress = Callable[[int, int], None]
@@ -209,11 +209,8 @@ def build_library(
         with tempfile.TemporaryDirectory(prefix="pdscope-build-") as name:
             return _build(plan_c, out, paths, progress, compiler, Path(name), start)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            full = (
-                f"{error.strerror}; free some space, or set PDSCOPE_CACHE and TMPDIR to other disks"
-            )
-            reason = FILE_LIMIT if error.errno == errno.EFBIG else full
+        full = f"{error.strerror}; free some space, or set PDSCOPE_CACHE and TMPDIR to other disks"
+        if reason := disk_fault(error, full):
             raise DiskError(f"{error.filename or out}: cannot be written: {reason}") from error
         raise
 

@@ -8,7 +8,6 @@ pdscope.{errors,config}.
 
 import contextlib
 import ctypes
-import errno
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pdscope import config
-from pdscope.errors import FILE_LIMIT, DiskError, PlanError
+from pdscope.errors import DiskError, PlanError, disk_fault
 
 
 @dataclass(frozen=True)
@@ -185,9 +184,8 @@ def disk_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            full = "the disk is full; free some space or choose another output"
-            reason = FILE_LIMIT if e.errno == errno.EFBIG else full
+        full = "the disk is full; free some space or choose another output"
+        if reason := disk_fault(e, full):
             raise DiskError(f"{target}: cannot be written: {reason}") from e
         raise
 

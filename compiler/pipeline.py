@@ -13,6 +13,7 @@ from typing import Any
 
 import pdscope
 from pdscope.compiler import target as targets
+from pdscope.compiler.manifest import derived_fields
 from pdscope.compiler.passes.build_library import BuildLibrary
 from pdscope.compiler.passes.check_weights import CheckWeights
 from pdscope.compiler.passes.emit_source import EmitSource
@@ -108,10 +109,11 @@ class Pipeline:
             result = run(PackWeights(file, reader, *hashes, source.progress.advance))
             if result.cached:
                 source.progress.advance(file.bytes)
-        self.plan_hash = plan_hash(self.manifest())
-        run(EmitSource(lowered, self.memory, self.plan_hash, self.target.features, FORMAT_VERSION))
-        run(BuildLibrary(self.target.isa))
         manifest = self.manifest()
+        identity = manifest["plan_hash"] = plan_hash(manifest)
+        run(EmitSource(lowered, self.memory, identity, self.target.features, FORMAT_VERSION))
+        run(BuildLibrary(self.target.isa))
+        manifest["files"] = self._files()  # the source and the library too
         check_full(manifest)
         # The manifest is the last file: a directory without it is no plan.
         with writing(self.workspace.path("plan.json")) as path:
@@ -124,55 +126,40 @@ class Pipeline:
         return tuple(self.workspace.records.values())
 
     def manifest(self) -> dict[str, Any]:
-        """plan.json; pdscope/plan_schema.json describes it. A dry run has no hashes of weights and
-        code."""
-        model, files = self.lowered, self.workspace.files()
-        moe = [x for x in model.layers if x.gate is not None]
-        gate = moe[0].gate.attrs if moe and moe[0].gate else None
-        programs = Schedule(model, self.memory.max_rows).programs()
+        """plan.json, but the plan hash; pdscope/plan_schema.json describes it. A dry run has no
+        hashes of weights and code."""
+        fields, files = derived_fields(self.lowered, self.memory), self._files()
+        programs = Schedule(self.lowered, self.memory.max_rows).programs()
         return {
             "format_version": FORMAT_VERSION,
             "generator": f"pdscope {pdscope.__version__}",
-            "plan_hash": getattr(self, "plan_hash", ""),
+            "plan_hash": "",
+            **fields,
             "model": {
-                "architecture": model.architecture,
+                **fields["model"],
                 "source_name": self.source.directory.resolve().name,
                 "config_sha256": self.config_sha256,
                 "weights_sha256": getattr(self, "weights_sha256", ""),
-                "layers": len(model.layers),
-                "moe_layers": len(moe),
-                "hidden": model.hidden,
-                "vocab": model.vocab,
-                "experts": gate.experts if gate else 0,
-                "top_k": gate.top_k if gate else 0,
-                "parameters": model.parameters,
                 "load_format": "dummy" if self.source.dummy else "safetensors",
             },
-            "dtype": model.dtype,
-            "max_context": model.max_context,
-            "max_rows": self.memory.max_rows,
-            "max_logits": self.memory.max_logits,
-            "kv_block": self.memory.kv_block,
             "target": {
                 k: list(v) if isinstance(v, tuple) else v for k, v in vars(self.target).items()
-            },
-            "placement": {
-                "device": "cpu",
-                "experts": {"cpu": sum(x.gate.attrs.experts for x in moe if x.gate), "gpu": 0},
             },
             "programs": {
                 "count": len(programs),
                 "instructions": sum(len(p.instrs) for p in programs),
                 "isa_hash": f"{ISA_HASH:08x}",
             },
-            "memory": self.memory.summary(),
             "generation": self.generation,
             "tokenizer": {
                 "file": "tokenizer.json" if "tokenizer.json" in files else None,
                 "chat_template": self.chat,
             },
-            "files": {p: asdict(f) for p, f in files.items()},
+            "files": files,
         }
+
+    def _files(self) -> dict[str, Any]:
+        return {path: asdict(file) for path, file in self.workspace.files().items()}
 
     def _context(self, limit: int) -> int:
         wanted = self.source.options.max_context

@@ -4,7 +4,6 @@ May import pdscope.{arguments,errors}, pdscope.ir and
 pdscope.compiler.{checkpoint,input_file,trace,passes}.
 """
 
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from pdscope.compiler.passes.tokenizer_files import COPIED, read_json
 from pdscope.compiler.trace import TracedModel, load_model
 from pdscope.errors import InputError
 from pdscope.ir.graph import Graph
+from pdscope.plan_hash import DUMMY_WEIGHTS
 
 DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
@@ -131,7 +131,7 @@ class Model:
 
     def weights_sha256(self) -> str:
         if self.checkpoint is None:
-            return hashlib.sha256(b"dummy weights 1").hexdigest()
+            return DUMMY_WEIGHTS
         self.progress.start("hash weights", self.checkpoint.total_bytes)
         seen = 0
 

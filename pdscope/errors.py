@@ -4,6 +4,8 @@ The commands print such an error as one line and exit with 1; anything else that
 defect. Imports nothing of ours.
 """
 
+import errno
+
 
 class PdscopeError(Exception):
     """Base of all of PDScope's own errors."""
@@ -39,3 +41,11 @@ class Cancelled(PdscopeError):
 
 # The remedy of EFBIG, which has nothing to do with the space on the disk.
 FILE_LIMIT = "the file-size limit is reached (see ulimit -f); raise it with ulimit -f unlimited"
+
+
+def disk_fault(error: OSError, full: str) -> str | None:
+    """Why the disk took no more, with the remedy: `full`, or that of a file-size limit; None for
+    any other error."""
+    if error.errno == errno.EFBIG:
+        return FILE_LIMIT
+    return full if error.errno in (errno.ENOSPC, errno.EDQUOT) else None

@@ -10,7 +10,6 @@ May import pdscope.{errors,ir,plan,plan_diff,runtime_c,schema} and those passes 
 read no weights.
 """
 
-import hashlib
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 from pdscope.compiler.emit import plan_source
 from pdscope.compiler.lowered import LoweredModel
+from pdscope.compiler.manifest import derived_fields
 from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory
 from pdscope.compiler.passes.tokenizer_files import COPIED, chat_template, generation_ids
@@ -30,12 +30,12 @@ from pdscope.ir.text import parse_programs
 from pdscope.ir.verify import verify, verify_sequence
 from pdscope.plan import Plan
 from pdscope.plan_diff import flatten
+from pdscope.plan_hash import DUMMY_WEIGHTS
 from pdscope.runtime_c import ISA_PATHS
 from pdscope.schema import FORMAT_VERSION, check_full
 
 _EDITED = "the plan was edited, or made by another PDScope; recompile the model"
 _MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF file
-_DUMMY = hashlib.sha256(b"dummy weights 1").hexdigest()  # weights_sha256 of --load-format dummy
 _HASH = r'\.plan_hash = "([^"]*)"'
 _RECORDS = {"PDS_F32": "fp32", "PDS_BF16": "bf16", "PDS_I8": "int8", "PDS_I4": "int4"}
 
@@ -156,25 +156,10 @@ def _derived(plan: Plan) -> Iterator[str]:
 
 def _expected(plan: Plan, model: LoweredModel, memory: MemoryPlan) -> dict[str, Any]:
     """Fields of plan.json by their dotted names."""
-    gates = [layer.gate.attrs for layer in model.layers if layer.gate]
-    weights = plan.model["weights_sha256"]
+    dummy = plan.model["weights_sha256"] == DUMMY_WEIGHTS
     return {
-        "model.architecture": model.architecture,
-        "model.layers": len(model.layers),
-        "model.moe_layers": len(gates),
-        "model.hidden": model.hidden,
-        "model.vocab": model.vocab,
-        "model.experts": gates[0].experts if gates else 0,
-        "model.top_k": gates[0].top_k if gates else 0,
-        "model.parameters": model.parameters,
-        "model.load_format": "dummy" if weights == _DUMMY else "safetensors",
-        "max_rows": memory.max_rows,
-        "max_logits": memory.max_logits,
-        "kv_block": memory.kv_block,
-        "placement.device": "cpu",
-        "placement.experts.cpu": sum(g.experts for g in gates),
-        "placement.experts.gpu": 0,
-        **{f"memory.{name}": value for name, value in memory.summary().items()},
+        **flatten(derived_fields(model, memory)),
+        "model.load_format": "dummy" if dummy else "safetensors",
         **{f"files.{file.path}.bytes": file.bytes for file in model.files},
     }
 

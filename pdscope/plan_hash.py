@@ -12,6 +12,9 @@ from typing import Any
 _LEFT_OUT = {"generator", "plan_hash", "target", "files"}
 _BUILT = ("src/", "lib/")
 
+#: weights_sha256 of dummy weights, of which there is one version.
+DUMMY_WEIGHTS = hashlib.sha256(b"dummy weights 1").hexdigest()
+
 
 def plan_hash(manifest: Mapping[str, Any]) -> str:
     """SHA-256 in hexadecimal over plan.json's fields and the hashes of the files it lists; without

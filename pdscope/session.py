@@ -5,7 +5,6 @@ to generate. Every public method takes the session's lock, so threads that share
 turns; for work at the same time give each thread its own session.
 """
 
-import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pdscope.arguments import check_range, index, integers
-from pdscope.errors import FILE_LIMIT, BudgetError, InputError, PdscopeError
+from pdscope.errors import BudgetError, InputError, PdscopeError, disk_fault
 from pdscope.native import ffi
 from pdscope.observe import TapEvent, Trace, tap_callback
 from pdscope.session_core import SessionCore
@@ -313,8 +312,7 @@ class Session(SessionCore):
 def _cannot_write(path: Path, error: OSError) -> PdscopeError:
     if not path.parent.is_dir():
         return InputError(f"{path}: cannot be written: there is no folder {path.parent}")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = FILE_LIMIT if error.errno == errno.EFBIG else "free space for it"
+    if remedy := disk_fault(error, "free space for it"):
         return BudgetError(f"{path}: cannot be written: {error.strerror}: {remedy}")
     return InputError(
         f"{path}: cannot be written: {error.strerror}: choose a file that you may write"

@@ -5,7 +5,6 @@
 pdscope.errors and pdscope.cli._interrupt.
 """
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import click
 
 from pdscope import __version__
 from pdscope.cli._interrupt import INTERRUPTED
-from pdscope.errors import FILE_LIMIT, PdscopeError
+from pdscope.errors import PdscopeError, disk_fault
 
 _EPILOG = (
     "Exit status: 0 success, 1 a fault of input or environment (one line says which, and what to "
@@ -73,17 +72,15 @@ class Command(click.Command):
 def _of_system(error: OSError) -> str:
     """The line for an error of the operating system; a full disk's has a remedy."""
     what = error.filename
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    reason = error.strerror or str(error)
+    full = disk_fault(error, f"{reason}; free some space, or write to another file or disk")
     # Unbuffered output keeps nothing to try again; of the writers, it alone names no file.
     unbuffered = full and getattr(sys.stdout, "write_through", False)
     if what is None and (unbuffered or _output_is_stuck()):
         what = "standard output"
         _drop_output()
-    reason = error.strerror or str(error)
-    if error.errno == errno.EFBIG:
-        reason = f"cannot be written: {FILE_LIMIT}"
-    elif full:
-        reason = f"cannot be written: {reason}; free some space, or write to another file or disk"
+    if full:
+        reason = f"cannot be written: {full}"
     elif what == "standard output":
         reason = f"cannot be written: {reason}; send it to another file or disk"
     return reason if what is None else f"{what}: {reason}"

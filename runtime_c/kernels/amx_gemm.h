@@ -21,7 +21,8 @@ enum {
   AMX_X_BYTES = 768 * 1024,   /* copied rows of x: 12 groups of k = 2048 */
   AMX_SUM_BYTES = 128 * 1024, /* Both are on the worker's stack (PDS_STACK_BYTES). */
   AMX_GROUPS = 8,             /* of a pass if k is so long that no more fit */
-  AMX_MOST_GROUPS = 32
+  AMX_MOST_GROUPS = 32,
+  AMX_SUM_ROW = 2 * PDS_LANES /* floats of one row's sums */
 };
 
 /* The operands of one block: two or one row groups, `tiles` tiles of 32 k. */
@@ -35,8 +36,7 @@ typedef struct amx_block {
   uint32_t lines;
   uint32_t turn;         /* streaming: from a B tile to the one to prefetch: `ahead` bytes, and */
   ptrdiff_t ahead, jump; /* `jump` from tile `turn` on; 0: none */
-  float *sum[2];         /* of each group, or of each pair of panels: [16][sum_row / 4] */
-  size_t sum_row;        /* bytes */
+  float *sum[2];         /* of each group, or of each pair of panels: [16][AMX_SUM_ROW] */
   int first;             /* sums start at zero */
 } amx_block;
 
@@ -72,14 +72,13 @@ PDS_INLINE uint32_t amx_first_row(const pds_gemm *g, uint32_t group) {
 typedef struct amx_finish {
   const pds_gemm *g;
   const float *sum;
-  uint32_t sum_row; /* floats */
   uint32_t row, end, next_group, skip, col, cols;
   int last; /* of the output columns: pad those that follow */
 } amx_finish;
 
 PDS_INLINE void amx_finish_row(amx_finish *f, const int swiglu) {
   const pds_gemm *g = f->g;
-  if (f->row == f->next_group) f->sum += (size_t)f->skip * f->sum_row;
+  if (f->row == f->next_group) f->sum += (size_t)f->skip * AMX_SUM_ROW;
   const size_t y_row = g->y_index ? (size_t)g->y_index[f->row] : f->row;
   if (swiglu) {
     bf16_finish_swiglu(g, f->sum, y_row, f->col, f->cols);
@@ -89,7 +88,7 @@ PDS_INLINE void amx_finish_row(amx_finish *f, const int swiglu) {
   if (f->last && g->pad > g->cols && (swiglu || g->out == PDS_OUT_ACT)) {
     memset((uint16_t *)g->y + y_row * g->y_stride + g->cols, 0, (g->pad - g->cols) * 2);
   }
-  f->sum += f->sum_row;
+  f->sum += AMX_SUM_ROW;
   f->row++;
 }
 
@@ -100,18 +99,18 @@ PDS_INLINE void amx_load_sums(const amx_block *k) {
     _tile_zero(2);
     _tile_zero(3);
   } else {
-    _tile_loadd(0, k->sum[0], k->sum_row);
-    _tile_loadd(1, k->sum[0] + PDS_LANES, k->sum_row);
-    _tile_loadd(2, k->sum[1], k->sum_row);
-    _tile_loadd(3, k->sum[1] + PDS_LANES, k->sum_row);
+    _tile_loadd(0, k->sum[0], AMX_SUM_ROW * sizeof(float));
+    _tile_loadd(1, k->sum[0] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
+    _tile_loadd(2, k->sum[1], AMX_SUM_ROW * sizeof(float));
+    _tile_loadd(3, k->sum[1] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
   }
 }
 
 PDS_INLINE void amx_store_sums(const amx_block *k) {
-  _tile_stored(0, k->sum[0], k->sum_row);
-  _tile_stored(1, k->sum[0] + PDS_LANES, k->sum_row);
-  _tile_stored(2, k->sum[1], k->sum_row);
-  _tile_stored(3, k->sum[1] + PDS_LANES, k->sum_row);
+  _tile_stored(0, k->sum[0], AMX_SUM_ROW * sizeof(float));
+  _tile_stored(1, k->sum[0] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
+  _tile_stored(2, k->sum[1], AMX_SUM_ROW * sizeof(float));
+  _tile_stored(3, k->sum[1] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
 }
 
 /* To the second level only: the first is too small for what is to come. */
@@ -171,8 +170,8 @@ PDS_INLINE void amx_1x2(const amx_block *k) {
     _tile_zero(0);
     _tile_zero(1);
   } else {
-    _tile_loadd(0, k->sum[0], k->sum_row);
-    _tile_loadd(1, k->sum[0] + PDS_LANES, k->sum_row);
+    _tile_loadd(0, k->sum[0], AMX_SUM_ROW * sizeof(float));
+    _tile_loadd(1, k->sum[0] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
   }
   for (uint32_t t = 0; t < k->tiles; t++) {
     _tile_loadd(4, a, k->a_row);
@@ -195,8 +194,8 @@ PDS_INLINE void amx_1x2(const amx_block *k) {
     next0 += 256;
     next1 += 256;
   }
-  _tile_stored(0, k->sum[0], k->sum_row);
-  _tile_stored(1, k->sum[0] + PDS_LANES, k->sum_row);
+  _tile_stored(0, k->sum[0], AMX_SUM_ROW * sizeof(float));
+  _tile_stored(1, k->sum[0] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
 }
 
 /* Few rows only stream panels: four of them at a time, which memory serves faster than two. */
@@ -337,7 +336,7 @@ PDS_INLINE amx_finish amx_finish_of(const amx_pass *p, const int swiglu, uint32_
   const uint32_t width = swiglu ? PDS_LANES : 2 * PDS_LANES;
   const uint32_t row = (p->first_group + group) * AMX_ROWS, next = row + AMX_ROWS;
   const uint32_t last = n == 2 ? next : row; /* where the last of the n groups begins */
-  amx_finish f = {.g = g, .sum = sum, .sum_row = 2 * PDS_LANES, .row = row, .next_group = last};
+  amx_finish f = {.g = g, .sum = sum, .row = row, .next_group = last};
   f.end = last + AMX_ROWS < g->rows ? last + AMX_ROWS : g->rows;
   f.skip = last - amx_first_row(g, p->first_group + group + n - 1);
   f.col = panel / 2 * width;
@@ -357,7 +356,6 @@ PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, uint32
   amx_block k = {.b = (const unsigned char *)g->w + panel * g->panel_stride + (size_t)p->k0 * 32,
                  .b_panel = panel + 1 < p->panels ? g->panel_stride : 0,
                  .tiles = p->tiles,
-                 .sum_row = 2 * PDS_LANES * sizeof *sums,
                  .first = p->k0 == 0};
   if (p->groups == 1 && p->tiles > AMX_AHEAD) {
     k.turn = p->tiles - AMX_AHEAD;

@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def edit_plan(plan: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Edits plan.json, and puts its plan hash right."""
+    """Edits plan.json, and puts its plan hash right, unless the edit is of the hash or leaves
+    nothing to make one of."""
 
     def both(data: dict[str, Any]) -> None:
+        before = data["plan_hash"]
         change(data)
-        data["plan_hash"] = plan_hash(data)
+        if data.get("plan_hash") == before and data.keys() >= {"model", "files"}:
+            with suppress(TypeError, AttributeError):
+                data["plan_hash"] = plan_hash(data)
 
     edit_json(plan / "plan.json", both)
 

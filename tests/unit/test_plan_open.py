@@ -9,19 +9,18 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from support import fake_plan
+from support.damage import edit_json, edit_plan
 from support.plans import PlanStore
 
 import pdscope
 from pdscope.errors import PlanError, TargetError
 from pdscope.plan import Plan, cpu_features
-from pdscope.plan_hash import plan_hash
 from pdscope.schema import check_full, check_light, schema
 
 
@@ -31,16 +30,6 @@ def plan(plans: PlanStore, tmp_path: Path) -> Path:
     copied = tmp_path / "plan"
     shutil.copytree(plans.once("fake", fake_plan.make_fake_plan), copied)
     return copied
-
-
-def edit(plan: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    data = json.loads((plan / "plan.json").read_text(encoding="utf-8"))
-    before = data["plan_hash"]
-    change(data)
-    if data.get("plan_hash") == before and data.keys() >= {"model", "files"}:
-        with suppress(TypeError, AttributeError):  # of a change that no hash can be made of
-            data["plan_hash"] = plan_hash(data)
-    (plan / "plan.json").write_text(json.dumps(data), encoding="utf-8")
 
 
 def test_schema_is_a_schema() -> None:
@@ -82,7 +71,7 @@ def test_plan_json_not_utf8(plan: Path) -> None:
 
 @pytest.mark.parametrize("version", [0, 2, "1", None])
 def test_other_format_version(plan: Path, version: object) -> None:
-    edit(plan, lambda d: d.update(format_version=version))
+    edit_plan(plan, lambda d: d.update(format_version=version))
     with pytest.raises(PlanError, match=r"format.version") as caught:
         Plan.open(plan)
     assert "recompile" in str(caught.value)
@@ -92,7 +81,7 @@ def test_other_format_version(plan: Path, version: object) -> None:
 
 def test_other_instruction_set(plan: Path) -> None:
     """A plain load refuses it, and so does every command that reads a plan."""
-    edit(plan, lambda d: d["programs"].update(isa_hash="12345678"))
+    edit_plan(plan, lambda d: d["programs"].update(isa_hash="12345678"))
     for opens in (Plan.open, pdscope.load):
         with pytest.raises(PlanError, match="isa_hash is 12345678, but the instruction set.*recom"):
             opens(plan)
@@ -123,7 +112,7 @@ def test_edited_plan_json(
     plan: Path, message: str, change: Callable[[dict[str, Any]], object]
 ) -> None:
     """The light check and jsonschema refuse the same edits."""
-    edit(plan, change)
+    edit_plan(plan, change)
     with pytest.raises(PlanError, match=message):
         Plan.open(plan)
     with pytest.raises(PlanError, match="plan.json: "):
@@ -164,7 +153,7 @@ def test_light_check_agrees_with_jsonschema(plan: Path) -> None:
 
 
 def test_path_that_leaves_the_plan(plan: Path) -> None:
-    edit(plan, lambda d: d["files"].update({"../x": {"bytes": 1, "sha256": "0" * 64}}))
+    edit_plan(plan, lambda d: d["files"].update({"../x": {"bytes": 1, "sha256": "0" * 64}}))
     with pytest.raises(PlanError, match="leaves the plan directory"):
         Plan.open(plan)
 
@@ -190,7 +179,7 @@ def test_verify_finds_an_edit_of_the_same_size(plan: Path) -> None:
 
 
 def test_other_cpu_features(plan: Path) -> None:
-    edit(plan, lambda d: d["target"].update(features=["avx2048", "warp9"]))
+    edit_plan(plan, lambda d: d["target"].update(features=["avx2048", "warp9"]))
     Plan.open(plan)  # it may be read anywhere
     with pytest.raises(
         TargetError, match="CPUs with avx2048, warp9, which this CPU lacks.*--target"
@@ -203,7 +192,7 @@ def test_other_architecture(plan: Path) -> None:
         target = data["target"]
         target["arch"] = "aarch64" if target["arch"] == "x86_64" else "x86_64"
 
-    edit(plan, change)
+    edit_plan(plan, change)
     with pytest.raises(TargetError, match="compiled for .* but this machine is"):
         pdscope.load(plan)
 
@@ -219,7 +208,7 @@ def test_cpu_features_of_cpuinfo(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["max_context", "max_rows", "max_logits", "kv_block"])
 def test_limits_that_the_library_does_not_have(plan: Path, field: str) -> None:
-    edit(plan, lambda d: d.update({field: 7}))
+    edit_plan(plan, lambda d: d.update({field: 7}))
     with pytest.raises(PlanError, match=f"{field} is 7, but lib/libpdscope.so was built for"):
         pdscope.load(plan)
 
@@ -242,9 +231,7 @@ def test_library_of_another_compile(plan: Path) -> None:
 )
 def test_edited_fields_are_refused_at_load(plan: Path, change: Callable[[Any], object]) -> None:
     """Issue "Compile and run", bad input: an edited plan."""
-    data = json.loads((plan / "plan.json").read_text(encoding="utf-8"))
-    change(data)
-    (plan / "plan.json").write_text(json.dumps(data), encoding="utf-8")
+    edit_json(plan / "plan.json", change)
     with pytest.raises(PlanError, match=r"plan\.json: plan_hash: .*was edited, or made by another"):
         pdscope.load(plan)
 
@@ -325,6 +312,6 @@ def test_plan_replaced_while_loading(plan: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("eos", [2**31]), ("eos", [64]), ("bos", 2**31)])
 def test_edited_token_ids(plan: Path, name: str, value: object) -> None:
-    edit(plan, lambda d: d["generation"].update({name: value}))
+    edit_plan(plan, lambda d: d["generation"].update({name: value}))
     with pytest.raises(PlanError, match=f"generation: {name} is .*outside the vocabulary"):
         Plan.open(plan)
