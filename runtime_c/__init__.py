@@ -33,6 +33,8 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/sample.c",
     "src/generate.c",
     "src/ops_gemm.c",
+    "src/ops_quantise.c",
+    "src/ops_mlp.c",
     "src/ops_dense.c",
     "src/ops_attention.c",
     "src/ops_moe.c",

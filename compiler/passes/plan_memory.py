@@ -36,7 +36,7 @@ FILE_GRAIN = 4096
 BATCH_ROWS = 16  # steps of at most this many rows split attention over the context
 KV_SPLIT = 512  # context tokens of one split
 LOGITS_BYTES = 64 << 20  # aim for the logits buffer
-HOLE_BYTES = 12  # struct pds_hole of step.h
+HOLE_BYTES = 16  # struct pds_hole of step.h
 CACHE_LINE = 64
 
 
@@ -237,18 +237,19 @@ def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
 
 
 def _quantised(model: LoweredModel, rows: int) -> int:
-    """int8 and int4 plans: the quantised inputs of the largest step of GEMMs. Routed and shared
-    experts may run as one: both have room."""
+    """int8 and int4 plans: the quantised inputs of the largest parallel job. One job is both stages
+    of an MLP, and the routed and the shared experts: all have room."""
     row = MATRIX_FORM[model.dtype].quant_bytes
     most = row(model.hidden)
     for layer in model.layers:
         a = layer.attn
         most = max(most, row(a.heads * a.v_dim), row(a.q_lora))
         if layer.dense:
-            most = max(most, row(layer.dense.inter))
+            most = max(most, row(model.hidden) + row(layer.dense.inter))
         if layer.gate and layer.experts:
             routed = layer.gate.attrs.top_k * row(layer.experts.inter)
-            most = max(most, routed + (row(layer.shared.inter) if layer.shared else 0))
+            shared = row(layer.shared.inter) if layer.shared else 0
+            most = max(most, row(model.hidden) + routed + shared)
     return rows * most
 
 

@@ -14,8 +14,9 @@
 
 enum {
   AMX_ROWS = 16,        /* of an A tile */
-  AMX_AHEAD = 2,        /* tiles to prefetch ahead where panels are only streamed */
+  AMX_AHEAD = 8,        /* tiles to prefetch ahead where panels are only streamed */
   AMX_AHEAD_PANELS = 2, /* panels, where several groups of rows share them */
+  AMX_AHEAD_ROWS = 2,   /* tiles of rows, from the second-level cache to the first */
   AMX_TILE_BYTES = 1024,
   AMX_TILE_LINES = 16,
   AMX_X_BYTES = 768 * 1024,   /* copied rows of x: 12 groups of k = 2048 */
@@ -34,10 +35,8 @@ typedef struct amx_block {
   uint32_t tiles;
   const unsigned char *next[2]; /* two panels to prefetch, `lines` lines of each a tile */
   uint32_t lines;
-  uint32_t turn;         /* streaming: from a B tile to the one to prefetch: `ahead` bytes, and */
-  ptrdiff_t ahead, jump; /* `jump` from tile `turn` on; 0: none */
-  float *sum[2];         /* of each group, or of each pair of panels: [16][AMX_SUM_ROW] */
-  int first;             /* sums start at zero */
+  float *sum[2]; /* of each group, or of each pair of panels: [16][AMX_SUM_ROW] */
+  int first;     /* sums start at zero */
 } amx_block;
 
 /* Layout: Intel's SDM, LDTILECFG, palette 1. */
@@ -92,23 +91,26 @@ PDS_INLINE void amx_finish_row(amx_finish *f, const int swiglu) {
   f->row++;
 }
 
-PDS_INLINE void amx_load_sums(const amx_block *k) {
+/* `sums`: 2 for one group or pair of panels, 4 for two. */
+PDS_INLINE void amx_load_sums(const amx_block *k, const int sums) {
   if (k->first) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-  } else {
-    _tile_loadd(0, k->sum[0], AMX_SUM_ROW * sizeof(float));
-    _tile_loadd(1, k->sum[0] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
-    _tile_loadd(2, k->sum[1], AMX_SUM_ROW * sizeof(float));
-    _tile_loadd(3, k->sum[1] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
+    return;
   }
+  _tile_loadd(0, k->sum[0], AMX_SUM_ROW * sizeof(float));
+  _tile_loadd(1, k->sum[0] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
+  if (sums < 4) return;
+  _tile_loadd(2, k->sum[1], AMX_SUM_ROW * sizeof(float));
+  _tile_loadd(3, k->sum[1] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
 }
 
-PDS_INLINE void amx_store_sums(const amx_block *k) {
+PDS_INLINE void amx_store_sums(const amx_block *k, const int sums) {
   _tile_stored(0, k->sum[0], AMX_SUM_ROW * sizeof(float));
   _tile_stored(1, k->sum[0] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
+  if (sums < 4) return;
   _tile_stored(2, k->sum[1], AMX_SUM_ROW * sizeof(float));
   _tile_stored(3, k->sum[1] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
 }
@@ -119,22 +121,34 @@ PDS_INLINE void amx_prefetch_lines(const unsigned char *from, const uint32_t lin
   for (uint32_t i = 0; i < lines; i++) __builtin_prefetch(from + 64 * (size_t)i, 0, 2);
 }
 
+/* Half of a tile of rows, to the first level: tiles of B are loaded from where they are, but those of
+ * A come from another place for every block, which the hardware does not foresee. */
+PDS_INLINE void amx_prefetch_rows(const unsigned char *row, const size_t a_row) {
+  PDS_UNROLL
+  for (int i = 0; i < AMX_ROWS / 2; i++) __builtin_prefetch(row + (size_t)i * a_row, 0, 3);
+}
+
 /* `wait`: the sums of an earlier block, which may lie where this one's will. */
 PDS_INLINE void amx_2x2_of(const amx_block *k, amx_finish *wait, const int swiglu,
                            const uint32_t lines) {
   const unsigned char *a0 = k->a[0], *a1 = k->a[1], *b0 = k->b, *b1 = b0 + k->b_panel;
   const unsigned char *next0 = k->next[0], *next1 = k->next[1];
-  const size_t a_row = k->a_row, a_step = k->a_step;
-  amx_load_sums(k);
+  const size_t a_row = k->a_row, a_step = k->a_step, half = AMX_ROWS / 2 * a_row;
+  const size_t rows_ahead = AMX_AHEAD_ROWS * a_step;
+  amx_load_sums(k, 4);
   for (uint32_t t = 0; t < k->tiles; t++) {
     _tile_loadd(6, b0, 64);
+    amx_prefetch_rows(a0 + rows_ahead, a_row);
     _tile_loadd(4, a0, a_row);
+    amx_prefetch_rows(a0 + rows_ahead + half, a_row);
     _tile_dpbf16ps(0, 4, 6);
     amx_prefetch_lines(next0, lines);
     _tile_loadd(7, b1, 64);
+    amx_prefetch_rows(a1 + rows_ahead, a_row);
     _tile_dpbf16ps(1, 4, 7);
     _tile_loadd(5, a1, a_row);
     _tile_dpbf16ps(2, 5, 6);
+    amx_prefetch_rows(a1 + rows_ahead + half, a_row);
     amx_prefetch_lines(next1, lines);
     _tile_dpbf16ps(3, 5, 7);
     if (wait->row < wait->end) amx_finish_row(wait, swiglu);
@@ -146,7 +160,7 @@ PDS_INLINE void amx_2x2_of(const amx_block *k, amx_finish *wait, const int swigl
     next1 += 64 * lines;
   }
   while (wait->row < wait->end) amx_finish_row(wait, swiglu);
-  amx_store_sums(k);
+  amx_store_sums(k, 4);
 }
 
 PDS_INLINE void amx_2x2(const amx_block *k, amx_finish *wait, const int swiglu) {
@@ -158,21 +172,10 @@ PDS_INLINE void amx_2x2(const amx_block *k, amx_finish *wait, const int swiglu) 
   }
 }
 
-PDS_INLINE void amx_prefetch_tile(const unsigned char *tile) {
-  PDS_UNROLL
-  for (int i = 0; i < AMX_TILE_LINES; i++) __builtin_prefetch(tile + 64 * i, 0, 3);
-}
-
 PDS_INLINE void amx_1x2(const amx_block *k) {
   const unsigned char *a = k->a[0], *b0 = k->b, *b1 = b0 + k->b_panel;
   const unsigned char *next0 = k->next[0], *next1 = k->next[1];
-  if (k->first) {
-    _tile_zero(0);
-    _tile_zero(1);
-  } else {
-    _tile_loadd(0, k->sum[0], AMX_SUM_ROW * sizeof(float));
-    _tile_loadd(1, k->sum[0] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
-  }
+  amx_load_sums(k, 2);
   for (uint32_t t = 0; t < k->tiles; t++) {
     _tile_loadd(4, a, k->a_row);
     _tile_loadd(6, b0, 64);
@@ -180,11 +183,6 @@ PDS_INLINE void amx_1x2(const amx_block *k) {
     if (k->lines) {
       amx_prefetch_lines(next0, 4);
       amx_prefetch_lines(next1, 4);
-    }
-    const ptrdiff_t ahead = t < k->turn ? k->ahead : k->jump;
-    if (ahead) {
-      amx_prefetch_tile(b0 + ahead);
-      amx_prefetch_tile(b1 + ahead);
     }
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
@@ -194,39 +192,45 @@ PDS_INLINE void amx_1x2(const amx_block *k) {
     next0 += 256;
     next1 += 256;
   }
-  _tile_stored(0, k->sum[0], AMX_SUM_ROW * sizeof(float));
-  _tile_stored(1, k->sum[0] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
+  amx_store_sums(k, 2);
 }
 
-/* Few rows only stream panels: four of them at a time, which memory serves faster than two. */
-PDS_INLINE void amx_1x4(const amx_block *k) {
-  const unsigned char *a = k->a[0], *b0 = k->b, *b1 = b0 + k->b_panel, *b2 = b1 + k->b_panel,
-                      *b3 = b2 + k->b_panel;
-  amx_load_sums(k);
-  for (uint32_t t = 0; t < k->tiles; t++) {
-    const ptrdiff_t ahead = t < k->turn ? k->ahead : k->jump;
-    _tile_loadd(4, a, k->a_row);
-    _tile_loadd(5, b0, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(6, b1, 64);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(7, b2, 64);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_loadd(5, b3, 64);
-    _tile_dpbf16ps(3, 4, 5);
-    if (ahead) {
-      amx_prefetch_tile(b0 + ahead);
-      amx_prefetch_tile(b1 + ahead);
-      amx_prefetch_tile(b2 + ahead);
-      amx_prefetch_tile(b3 + ahead);
-    }
-    a += k->a_step;
-    b0 += AMX_TILE_BYTES;
-    b1 += AMX_TILE_BYTES;
-    b2 += AMX_TILE_BYTES;
-    b3 += AMX_TILE_BYTES;
+PDS_INLINE void amx_prefetch_tile(const unsigned char *tile) {
+  PDS_UNROLL
+  for (int i = 0; i < AMX_TILE_LINES; i++) __builtin_prefetch(tile + 64 * i, 0, 3);
+}
+
+/* Panel `n` of the block, on accumulator n; then comes panel n + 1 or, for the last, `next`. */
+#define AMX_STREAM(n, panels)                                                                      \
+  do {                                                                                             \
+    const unsigned char *a = k->a[0], *b = k->b + (n) * k->b_panel;                                \
+    const unsigned char *then = (n) + 1 < (panels) ? b + k->b_panel : k->next[0];                  \
+    for (uint32_t t = 0; t < k->tiles; t++) {                                                      \
+      _tile_loadd(4, a, k->a_row);                                                                 \
+      _tile_loadd(6, b, 64);                                                                       \
+      _tile_dpbf16ps(n, 4, 6);                                                                     \
+      if (t < turn) {                                                                              \
+        amx_prefetch_tile(b + AMX_AHEAD * AMX_TILE_BYTES);                                         \
+      } else if (then) {                                                                           \
+        amx_prefetch_tile(then + (size_t)(t - turn) * AMX_TILE_BYTES);                             \
+      }                                                                                            \
+      a += k->a_step;                                                                              \
+      b += AMX_TILE_BYTES;                                                                         \
+    }                                                                                              \
+  } while (0)
+
+/* Few rows only stream panels: one after the other, as they lie, which memory serves faster than
+ * several at a time. `panels`: 2 or 4. */
+PDS_INLINE void amx_stream(const amx_block *k, const int panels) {
+  const uint32_t turn = k->tiles > AMX_AHEAD ? k->tiles - AMX_AHEAD : 0;
+  amx_load_sums(k, panels);
+  AMX_STREAM(0, panels);
+  AMX_STREAM(1, panels);
+  if (panels == 4) {
+    AMX_STREAM(2, panels);
+    AMX_STREAM(3, panels);
   }
-  amx_store_sums(k);
+  amx_store_sums(k, panels);
 }
 
 /* Where row i of the call is. */
@@ -262,16 +266,16 @@ static int amx_rows_lie_well(const pds_gemm *g) {
   return !g->x_index && (uintptr_t)g->x % 64 == 0 && g->x_stride * 2 % 64 == 0;
 }
 
-typedef enum amx_shape { AMX_1x2, AMX_1x4, AMX_2x2 } amx_shape;
+typedef enum amx_shape { AMX_1x2, AMX_2x2, AMX_STREAM_2, AMX_STREAM_4 } amx_shape;
 
 PDS_INLINE void amx_multiply(const amx_block *k, amx_shape shape, amx_finish *wait,
                              const int swiglu) {
   if (shape == AMX_2x2) {
     amx_2x2(k, wait, swiglu);
-  } else if (shape == AMX_1x4) {
-    amx_1x4(k);
-  } else {
+  } else if (shape == AMX_1x2) {
     amx_1x2(k);
+  } else {
+    amx_stream(k, shape == AMX_STREAM_4 ? 4 : 2);
   }
 }
 
@@ -279,7 +283,7 @@ PDS_INLINE void amx_multiply(const amx_block *k, amx_shape shape, amx_finish *wa
  * be anything. */
 PDS_INLINE void amx_run(const pds_gemm *g, amx_block k, amx_shape shape, uint32_t k0,
                         amx_finish *wait, const int swiglu) {
-  const uint32_t whole = (g->k - k0) / 32, panels = shape == AMX_1x4 ? 4 : 2;
+  const uint32_t whole = (g->k - k0) / 32, panels = shape == AMX_STREAM_4 ? 4 : 2;
   const int remainder = whole < k.tiles;
   if (remainder) k.tiles = whole;
   amx_multiply(&k, shape, wait, swiglu);
@@ -295,8 +299,8 @@ PDS_INLINE void amx_run(const pds_gemm *g, amx_block k, amx_shape shape, uint32_
   k.a[0] += whole * k.a_step;
   k.a[1] += whole * k.a_step;
   k.tiles = 1;
-  k.lines = k.turn = 0;
-  k.ahead = k.jump = 0;
+  k.lines = 0;
+  k.next[0] = NULL;
   k.first = 0;
   amx_multiply(&k, shape, wait, swiglu);
 }
@@ -352,16 +356,13 @@ PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, uint32
                            float *sums, const unsigned char *next) {
   const pds_gemm *g = p->g;
   const uint32_t turns = (p->groups + 1) / 2;
-  const uint32_t lines = !next || p->groups == 1 ? 0 : turns == 1 ? 16 : turns < 4 ? 8 : 4;
+  const int streams = p->groups == 1;
+  const uint32_t lines = !next || streams ? 0 : turns == 1 ? 16 : turns < 4 ? 8 : 4;
   amx_block k = {.b = (const unsigned char *)g->w + panel * g->panel_stride + (size_t)p->k0 * 32,
                  .b_panel = panel + 1 < p->panels ? g->panel_stride : 0,
                  .tiles = p->tiles,
                  .first = p->k0 == 0};
-  if (p->groups == 1 && p->tiles > AMX_AHEAD) {
-    k.turn = p->tiles - AMX_AHEAD;
-    k.ahead = AMX_AHEAD * AMX_TILE_BYTES;
-    if (next) k.jump = next - k.b - (ptrdiff_t)k.turn * AMX_TILE_BYTES;
-  }
+  if (streams) k.next[0] = next;
   for (uint32_t i = 0; i < p->groups; i += 2) {
     const uint32_t n = p->groups - i < 2 ? 1 : 2, line = i / 2 * lines;
     k.lines = line < AMX_TILE_LINES ? lines : 0;
@@ -373,7 +374,12 @@ PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, uint32
     k.sum[0] = sums + (size_t)i * AMX_ROWS * 2 * PDS_LANES;
     k.sum[1] = k.sum[0] + (size_t)AMX_ROWS * 2 * PDS_LANES;
     if (n == 1) amx_flush(p, swiglu);
-    amx_run(g, k, n == 2 ? AMX_2x2 : pairs == 2 ? AMX_1x4 : AMX_1x2, p->k0, &p->wait, swiglu);
+    amx_run(g, k,
+            n == 2       ? AMX_2x2
+            : !streams   ? AMX_1x2
+            : pairs == 2 ? AMX_STREAM_4
+                         : AMX_STREAM_2,
+            p->k0, &p->wait, swiglu);
     if (p->k0 + p->tiles * 32 < g->k) continue;
     p->wait = amx_finish_of(p, swiglu, panel, i, n, k.sum[0]);
     if (pairs == 2) {

@@ -52,7 +52,7 @@ static uint64_t weight_bytes(const exec *e, const pds_instr *in, uint32_t expert
 }
 
 /* The entries of ?c that an expert instruction names. */
-static uint32_t holes_of(const exec *e, const pds_instr *in, const pds_hole **out_holes) {
+static uint32_t holes_of(const exec *e, const pds_instr *in, pds_hole **out_holes) {
   const pds_step_ctx *ctx = e->ctx;
   *out_holes = ctx->cpu_holes;
   if (in->index == PDS_INDEX_ALL) return ctx->n_cpu_holes;
@@ -68,7 +68,7 @@ static void count_experts(exec *e, const pds_hole *holes, uint32_t n) {
 static pds_status compute(exec *e, const pds_instr *in, uint32_t *out_experts) {
   pds_step_ctx *ctx = e->ctx;
   uint32_t layer = (uint32_t)e->program->layer;
-  const pds_hole *holes;
+  pds_hole *holes;
   switch (in->opcode) {
   case PDS_OP_EMBED: pds_op_embed(ctx); return PDS_OK;
   case PDS_OP_NORM: pds_op_norm(ctx, layer, (pds_norm_site)in->arg); return PDS_OK;
@@ -199,7 +199,7 @@ static pds_status run_pair(exec *e, const pds_instr *in, uint32_t index) {
   PDS_RETURN_IF_ERROR(check_instr(e, in, index));
   PDS_RETURN_IF_ERROR(check_instr(e, in + 1, index + 1));
   const uint64_t begin = trace_now(e);
-  const pds_hole *holes;
+  pds_hole *holes;
   const uint32_t experts = holes_of(e, in + 1, &holes);
   count_experts(e, holes, experts);
   pds_op_shared_and_expert(e->ctx, (uint32_t)e->program->layer, holes, experts);

@@ -30,9 +30,12 @@ struct pds_gemm_job {
   uint32_t rows_each; /* rows of one matrix, about, where `select` says how many; 0: gemm.rows */
   uint32_t gathers;   /* `select` sets x_index */
   uint32_t x_rows;    /* rows of x in all, where `select` or the indices choose among them */
-  /* set by pds_run_gemms */
   void (*fn)(const pds_gemm *);
-  uint32_t y_bytes, blocks, part_blocks, parts, part_rows, row_parts;
+  uint32_t y_bytes;
+  /* Set by pds_cut_gemms, in blocks of 16 columns. The first `coarse` items have part_blocks, `parts`
+   * of them a matrix; the others fine_blocks, of the matrices or the part of one that is left. Each
+   * is row_parts items of part_rows rows. */
+  uint32_t blocks, part_blocks, parts, coarse, fine_blocks, fine_parts, part_rows, row_parts;
 };
 
 /* A job of one GEMM: y[rows, cols] = x W^T, cols = w->n (swiglu: see there), k and panels from
@@ -48,9 +51,41 @@ pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x,
 /* On int8 and int4 weights it first quantises the rows of x into PDS_BUF_XQ, and points x, its
  * stride and x_step there. */
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job);
-/* The same of two that do not depend on each other, as one parallel job. Where they read the same
- * rows they have x_rows in common. */
-void pds_run_gemms_together(pds_step_ctx *ctx, pds_gemm_job *a, pds_gemm_job *b);
+
+/* The same in parts, for jobs that run together. The first: n jobs, 1 or 2; two that read the same
+ * rows have x_rows in common. Returns the bytes of PDS_BUF_XQ taken. */
+size_t pds_quantise_x(pds_step_ctx *ctx, pds_gemm_job *const *jobs, uint32_t n);
+/* The number of items; `last`: no other job follows, so that the last ones are small. */
+uint32_t pds_cut_gemms(const pds_step_ctx *ctx, pds_gemm_job *job, int last);
+void pds_run_gemm_item(const pds_gemm_job *job, uint32_t item);
+uint32_t pds_gemm_item_matrix(const pds_gemm_job *job, uint32_t item);
+
+/* Rows of x that become rows of int8. */
+typedef struct pds_quantise {
+  const pds_int_kernels *kernels; /* NULL: none */
+  const uint16_t *x;
+  unsigned char *y;
+  size_t x_stride, y_stride; /* elements, bytes */
+  uint32_t n, k, rows;
+} pds_quantise;
+/* Points the job at its rows of int8, at `to`, and says how they are to be made: kernels is NULL if
+ * its weights ask for none. */
+pds_quantise pds_quantise_of(const pds_step_ctx *ctx, pds_gemm_job *job, unsigned char *to);
+void pds_quantise_row(const pds_quantise *q, uint32_t row);
+
+/* A MLP, or several that follow each other: matrix i of `down` reads the rows that matrix i of `up`
+ * writes, and waits for them alone. */
+typedef struct pds_mlp_job {
+  pds_gemm_job up, down;
+  _Atomic uint32_t *left; /* for each matrix, left_step bytes apart: what `down` waits for */
+  size_t left_step;
+} pds_mlp_job;
+
+/* That of a layer's shared expert, but `left`. */
+pds_mlp_job pds_shared_of(pds_step_ctx *ctx, uint32_t layer);
+
+/* All of n MLPs, 1 or 2, as one parallel job. */
+void pds_run_mlps(pds_step_ctx *ctx, pds_mlp_job *mlps, uint32_t n);
 
 /* Bytes of PDS_BUF_XQ that the plan's GEMMs need at least. */
 size_t pds_quant_need(const pds_plan *plan);

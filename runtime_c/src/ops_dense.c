@@ -101,23 +101,34 @@ void pds_op_norm(pds_step_ctx *ctx, uint32_t layer, pds_norm_site site) {
 }
 
 /* y (+)= down(silu(gate x) * up x) through `mid`. */
-static void mlp(pds_step_ctx *ctx, const pds_mlp *m, pds_buffer mid, pds_buffer y,
-                pds_gemm_out out) {
+static pds_mlp_job mlp_of(pds_step_ctx *ctx, const pds_mlp *m, pds_buffer mid, pds_buffer y,
+                          pds_gemm_out out) {
   const uint32_t stride = hidden_stride(ctx), mid_stride = pds_ceil(m->inter, 32);
   void *between = pds_buf(ctx, mid);
-  pds_gemm_job job =
-      pds_swiglu_of(ctx, m, pds_buf(ctx, PDS_BUF_XACT), stride, between, mid_stride, ctx->rows);
-  pds_run_gemms(ctx, &job);
-  job = pds_gemm_of(ctx, &m->down, between, mid_stride, pds_buf(ctx, y), stride, ctx->rows, out);
-  pds_run_gemms(ctx, &job);
+  return (pds_mlp_job){.up = pds_swiglu_of(ctx, m, pds_buf(ctx, PDS_BUF_XACT), stride, between,
+                                           mid_stride, ctx->rows),
+                       .down = pds_gemm_of(ctx, &m->down, between, mid_stride, pds_buf(ctx, y),
+                                           stride, ctx->rows, out)};
+}
+
+pds_mlp_job pds_shared_of(pds_step_ctx *ctx, uint32_t layer) {
+  const pds_mlp *shared = &ctx->plan->layers[layer].shared;
+  return mlp_of(ctx, shared, PDS_BUF_MID_SHARED, PDS_BUF_SHARED_OUT, PDS_OUT_F32);
+}
+
+static void run_mlp(pds_step_ctx *ctx, pds_mlp_job job) {
+  _Atomic uint32_t left;
+  job.left = &left;
+  pds_run_mlps(ctx, &job, 1);
 }
 
 void pds_op_mlp(pds_step_ctx *ctx, uint32_t layer) {
-  mlp(ctx, &ctx->plan->layers[layer].dense, PDS_BUF_MID, PDS_BUF_HID, PDS_OUT_ADD);
+  const pds_mlp *dense = &ctx->plan->layers[layer].dense;
+  run_mlp(ctx, mlp_of(ctx, dense, PDS_BUF_MID, PDS_BUF_HID, PDS_OUT_ADD));
 }
 
 void pds_op_shared_expert(pds_step_ctx *ctx, uint32_t layer) {
-  mlp(ctx, &ctx->plan->layers[layer].shared, PDS_BUF_MID_SHARED, PDS_BUF_SHARED_OUT, PDS_OUT_F32);
+  run_mlp(ctx, pds_shared_of(ctx, layer));
 }
 
 void pds_op_lm_head(pds_step_ctx *ctx) {

@@ -9,9 +9,10 @@
 enum {
   ITEM_BYTES = 256 * 1024,
   ITEM_BYTES_ROWS = 1024 * 1024,
-  ITEM_BYTES_GATHER = 4 * 1024 * 1024,
+  ITEM_BYTES_GATHER = 8 * 1024 * 1024,
   MANY_ROWS = 32,
   ITEMS_PER_WORKER = 4,
+  FINE_PER_WORKER = 2,
   MIN_ITEM_ROWS = 32
 };
 
@@ -69,26 +70,47 @@ pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x,
   return job;
 }
 
-static void run_item(void *arg, uint32_t item, uint32_t worker) {
-  (void)worker;
-  const pds_gemm_job *job = arg;
-  const uint32_t row_part = item % job->row_parts, rest = item / job->row_parts;
-  const uint32_t part = rest % job->parts, i = rest / job->parts;
-  pds_gemm g = job->gemm;
-  if (job->select) job->select(job, i, &g);
+/* Which matrix and which of its blocks of columns an item is. */
+typedef struct piece {
+  uint32_t matrix, first, blocks;
+} piece;
 
-  const uint32_t first = part * job->part_blocks, col = first * PDS_LANES;
-  g.w = (const unsigned char *)g.w + (size_t)first * (job->swiglu ? 2 : 1) * g.panel_stride;
+static piece piece_of(const pds_gemm_job *job, uint32_t item) {
+  uint32_t size = job->part_blocks, from = 0, parts = job->parts, matrix = 0;
+  if (item >= job->coarse) {
+    item -= job->coarse;
+    size = job->fine_blocks;
+    from = job->count == 1 ? job->coarse * job->part_blocks : 0;
+    parts = job->fine_parts;
+    matrix = job->count == 1 ? 0 : job->coarse / job->parts;
+  }
+  piece p = {.matrix = matrix + item / parts, .first = from + item % parts * size, .blocks = size};
+  if (job->blocks - p.first < size) p.blocks = job->blocks - p.first;
+  return p;
+}
+
+uint32_t pds_gemm_item_matrix(const pds_gemm_job *job, uint32_t item) {
+  return piece_of(job, item / job->row_parts).matrix;
+}
+
+void pds_run_gemm_item(const pds_gemm_job *job, uint32_t item) {
+  const uint32_t row_part = item % job->row_parts;
+  const piece p = piece_of(job, item / job->row_parts);
+  pds_gemm g = job->gemm;
+  if (job->select) job->select(job, p.matrix, &g);
+
+  const uint32_t col = p.first * PDS_LANES;
+  g.w = (const unsigned char *)g.w + (size_t)p.first * (job->swiglu ? 2 : 1) * g.panel_stride;
   g.y = (unsigned char *)g.y + (size_t)col * job->y_bytes;
   if (g.bias) g.bias += col;
-  if (part + 1 < job->parts) {
-    g.cols = job->part_blocks * PDS_LANES;
+  if (p.first + p.blocks < job->blocks) {
+    g.cols = p.blocks * PDS_LANES;
     g.pad = 0;
   } else {
     g.cols -= col;
     g.pad = g.pad > col ? g.pad - col : 0;
   }
-  if (job->row_parts > 1) { /* only without indices: see pds_run_gemms */
+  if (job->row_parts > 1) { /* only without indices: see pds_cut_gemms */
     const uint32_t row = row_part * job->part_rows;
     const size_t x_bytes = pds_group(job->w->dtype) ? 1 : job->w->dtype == PDS_BF16 ? 2 : 4;
     g.x = (const unsigned char *)g.x + (size_t)row * g.x_stride * x_bytes;
@@ -98,140 +120,73 @@ static void run_item(void *arg, uint32_t item, uint32_t worker) {
   job->fn(&g);
 }
 
-typedef struct quantise_job {
-  const pds_int_kernels *kernels;
-  const uint16_t *x;
-  unsigned char *y;
-  size_t x_stride, y_stride;
-  uint32_t n, k, rows;
-} quantise_job;
-
-/* arg: one job, or two whose rows follow each other. */
-static void quantise_row(void *arg, uint32_t row, uint32_t worker) {
+static void run_item(void *arg, uint32_t item, uint32_t worker) {
   (void)worker;
-  const quantise_job *job = arg;
-  if (row >= job->rows) row -= job++->rows;
-  job->kernels->quantise(job->x + row * job->x_stride, job->n, job->k,
-                         job->y + row * job->y_stride);
+  pds_run_gemm_item(arg, item);
 }
 
-/* Quantised for one, a row is quantised for the other. */
-static int quantise_alike(const pds_tensor *a, const pds_tensor *b) {
-  return a->dtype == b->dtype && a->k == b->k;
-}
-
-/* The x of the jobs, 1 or 2, becomes rows of int8 where their weights ask for it: once, rather than
- * in each item that reads them or in each of two jobs that read the same rows. */
-static void quantise_x(pds_step_ctx *ctx, pds_gemm_job *const *jobs, uint32_t n) {
-  enum { ALONE = 16 * 1024 }; /* elements: less time than workers take to wake */
-  const void *first_x = jobs[0]->gemm.x;
-  unsigned char *to = pds_buf(ctx, PDS_BUF_XQ);
-  quantise_job q[2];
-  uint32_t parts = 0, rows = 0;
-  size_t elements = 0;
-  for (uint32_t i = 0; i < n; i++) {
-    const pds_tensor *w = jobs[i]->w;
-    pds_gemm *g = &jobs[i]->gemm;
-    if (!pds_group(w->dtype)) continue;
-    if (i == 0 || g->x != first_x || !quantise_alike(jobs[0]->w, w)) {
-      q[parts++] = (quantise_job){
-          .kernels = w->dtype == PDS_I8 ? &ctx->kernels->i8 : &ctx->kernels->i4,
-          .x = g->x,
-          .y = to,
-          .x_stride = g->x_stride,
-          .y_stride = pds_quant_bytes(w),
-          .n = pds_ceil(w->k, 32),
-          .k = g->k,
-          .rows = jobs[i]->x_rows,
-      };
-      to += jobs[i]->x_rows * pds_quant_bytes(w);
-      rows += jobs[i]->x_rows;
-      elements += (size_t)jobs[i]->x_rows * g->k;
-    }
-    g->x = q[parts - 1].y;
-    g->x_stride = jobs[i]->x_step = q[parts - 1].y_stride;
-  }
-  pds_run_rows(ctx, quantise_row, q, rows, elements > ALONE ? 0 : rows);
-}
-
-static size_t quant_rows(const pds_tensor *w, size_t rows) {
-  return pds_group(w->dtype) ? rows * pds_quant_bytes(w) : 0;
-}
-
-size_t pds_quant_need(const pds_plan *plan) {
-  const size_t rows = plan->max_rows;
-  size_t most = quant_rows(&plan->lm_head, rows);
-  for (uint32_t i = 0; i < plan->n_layers; i++) {
-    const pds_layer *l = &plan->layers[i];
-    const int alike = quantise_alike(&l->shared.gate_up, &l->experts.gate_up);
-    const size_t each[] = {
-        quant_rows(&l->attn.in_proj, rows),
-        quant_rows(&l->attn.q_b, rows),
-        quant_rows(&l->attn.o_proj, rows),
-        quant_rows(&l->dense.gate_up, rows),
-        quant_rows(&l->dense.down, rows),
-        /* shared and routed experts run together */
-        quant_rows(&l->shared.gate_up, rows) + (alike ? 0 : quant_rows(&l->experts.gate_up, rows)),
-        quant_rows(&l->shared.down, rows) + quant_rows(&l->experts.down, rows * l->gate.top_k),
-    };
-    for (size_t j = 0; j < sizeof each / sizeof *each; j++) most = each[j] > most ? each[j] : most;
-  }
-  return most;
-}
-
-/* Cuts the job into items; returns their number. */
-static uint32_t cut(pds_step_ctx *ctx, pds_gemm_job *job) {
-  const uint32_t wanted = ITEMS_PER_WORKER * pds_pool_threads(ctx->pool);
+/* Blocks of columns of an item of about `bytes`, a multiple of `step`. */
+static uint32_t blocks_of(const pds_gemm_job *job, size_t bytes, uint32_t step) {
   const size_t block_bytes = job->gemm.panel_stride * (job->swiglu ? 2 : 1);
-  const uint32_t step = job->swiglu ? 2 : 4; /* blocks that one pass of a kernel takes together */
-  job->blocks = pds_ceil(job->gemm.cols, PDS_LANES) / PDS_LANES;
+  const uint32_t n = (uint32_t)(bytes / block_bytes) / step * step;
+  return n < step ? step : n;
+}
+
+/* Makes the last items small ones, with which the workers finish together: the last quarter of one
+ * matrix, or the last of several, for about `wanted` items. Returns the number of all. */
+static uint32_t cut_fine(pds_gemm_job *job, uint32_t step, uint32_t wanted) {
+  job->fine_blocks = pds_ceil((job->part_blocks + 3) / 4, step);
+  uint32_t left = job->blocks, matrices = 1, fewer = job->parts / 4;
+  if (job->count == 1) {
+    left -= (job->parts - fewer) * job->part_blocks;
+  } else {
+    const uint32_t parts = (left + job->fine_blocks - 1) / job->fine_blocks;
+    matrices = (wanted + parts - 1) / parts;
+    if (matrices > job->count / 2) matrices = job->count / 2;
+    fewer = matrices * job->parts;
+  }
+  if (!fewer) return job->coarse;
+  job->coarse -= fewer;
+  job->fine_parts = (left + job->fine_blocks - 1) / job->fine_blocks;
+  return job->coarse + matrices * job->fine_parts;
+}
+
+uint32_t pds_cut_gemms(const pds_step_ctx *ctx, pds_gemm_job *job, int last) {
+  const uint32_t threads = pds_pool_threads(ctx->pool), wanted = ITEMS_PER_WORKER * threads;
   const uint32_t each = job->rows_each ? job->rows_each : job->gemm.rows;
+  /* blocks that one pass of a kernel takes together, if there are enough */
+  uint32_t step = job->swiglu ? 2 : 4;
+  job->blocks = pds_ceil(job->gemm.cols, PDS_LANES) / PDS_LANES;
+  while (step > 1 && job->count * job->blocks < threads * step) step /= 2;
   const size_t bytes = each < MANY_ROWS ? ITEM_BYTES
                        : job->gathers   ? ITEM_BYTES_GATHER
                                         : ITEM_BYTES_ROWS;
-  job->part_blocks = (uint32_t)(bytes / block_bytes) / step * step;
-  if (job->part_blocks < step) job->part_blocks = step;
+  job->part_blocks = blocks_of(job, bytes, step);
   while (job->part_blocks > step && job->count * (job->blocks / job->part_blocks) < wanted) {
     job->part_blocks = pds_ceil(job->part_blocks / 2, step);
   }
   job->parts = (job->blocks + job->part_blocks - 1) / job->part_blocks;
   job->part_blocks = pds_ceil((job->blocks + job->parts - 1) / job->parts, step);
   job->parts = (job->blocks + job->part_blocks - 1) / job->part_blocks;
+  job->coarse = job->count * job->parts;
 
   job->row_parts = 1;
-  const uint32_t rows = job->gemm.rows, items = job->count * job->parts;
-  if (!job->gemm.x_index && !job->gemm.y_index && items < wanted && rows >= 2 * MIN_ITEM_ROWS) {
-    const uint32_t most = rows / MIN_ITEM_ROWS, need = (wanted + items - 1) / items;
+  const uint32_t rows = job->gemm.rows;
+  if (!job->gemm.x_index && !job->gemm.y_index && job->coarse < wanted &&
+      rows >= 2 * MIN_ITEM_ROWS) {
+    const uint32_t most = rows / MIN_ITEM_ROWS, need = (wanted + job->coarse - 1) / job->coarse;
     job->part_rows = pds_ceil(rows / (need < most ? need : most), 8);
     job->row_parts = (rows + job->part_rows - 1) / job->part_rows;
+  } else if (last && threads > 1 && job->part_blocks > 1) {
+    return cut_fine(job, step > 1 ? step / 2 : 1, FINE_PER_WORKER * threads);
   }
-  return items * job->row_parts;
+  return job->coarse * job->row_parts;
 }
 
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job) {
-  quantise_x(ctx, &job, 1);
-  pds_run_rows(ctx, run_item, job, cut(ctx, job), 1);
-}
-
-typedef struct joint_job {
-  pds_gemm_job *first, *second;
-  uint32_t items; /* of first */
-} joint_job;
-
-static void run_joint_item(void *arg, uint32_t item, uint32_t worker) {
-  const joint_job *job = arg;
-  if (item < job->items) {
-    run_item(job->first, item, worker);
-  } else {
-    run_item(job->second, item - job->items, worker);
-  }
-}
-
-void pds_run_gemms_together(pds_step_ctx *ctx, pds_gemm_job *a, pds_gemm_job *b) {
-  pds_gemm_job *const both[] = {a, b};
-  quantise_x(ctx, both, 2);
-  joint_job job = {.first = a, .second = b, .items = cut(ctx, a)};
-  pds_run_rows(ctx, run_joint_item, &job, job.items + cut(ctx, b), 1);
+  pds_gemm_job *const one[] = {job};
+  pds_quantise_x(ctx, one, 1);
+  pds_run_rows(ctx, run_item, job, pds_cut_gemms(ctx, job, 1), 1);
 }
 
 void pds_run_rows(pds_step_ctx *ctx, pds_job_fn fn, void *arg, uint32_t items, uint32_t few) {

@@ -150,13 +150,7 @@ static void select_down(const pds_gemm_job *job, uint32_t i, pds_gemm *g) {
   g->rows = hole->rows;
 }
 
-/* Both stages of the experts in `holes`: down reads what gate_up writes. */
-typedef struct expert_jobs {
-  pds_gemm_job gate_up, down;
-} expert_jobs;
-
-static expert_jobs routed_jobs(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes,
-                               uint32_t n_holes) {
+static pds_mlp_job routed_of(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes, uint32_t n_holes) {
   const pds_layer *l = &ctx->plan->layers[layer];
   const uint32_t stride = pds_ceil(ctx->plan->hidden, 32),
                  mid_stride = pds_ceil(l->experts.inter, 32);
@@ -165,54 +159,48 @@ static expert_jobs routed_jobs(pds_step_ctx *ctx, uint32_t layer, const pds_hole
   void *mid = pds_buf(ctx, PDS_BUF_MID);
   uint32_t all = 0;
   for (uint32_t i = 0; i < n_holes; i++) all += holes[i].rows;
-  expert_jobs jobs = {
-      .gate_up =
-          pds_swiglu_of(ctx, &l->experts, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, 0),
+  pds_mlp_job job = {
+      .up = pds_swiglu_of(ctx, &l->experts, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, 0),
       .down = pds_gemm_of(ctx, &l->experts.down, mid, mid_stride, pds_buf(ctx, PDS_BUF_EXPERT_OUT),
-                          stride, 0, PDS_OUT_F32)};
-  jobs.gate_up.gemm.x_div = l->gate.top_k;
-  jobs.gate_up.select = select_gate_up;
-  jobs.gate_up.y_step = mid_bytes;
-  jobs.gate_up.gathers = 1;
-  jobs.gate_up.x_rows = ctx->rows;
-  jobs.down.gemm.stream_y =
+                          stride, 0, PDS_OUT_F32),
+      .left = &holes[0].left,
+      .left_step = sizeof *holes};
+  job.up.gemm.x_div = l->gate.top_k;
+  job.up.select = select_gate_up;
+  job.up.y_step = mid_bytes;
+  job.up.gathers = 1;
+  job.up.x_rows = ctx->rows;
+  job.down.gemm.stream_y =
       (size_t)all * stride * sizeof(float) > (size_t)ctx->l2_bytes * pds_pool_threads(ctx->pool);
-  jobs.down.select = select_down;
-  jobs.down.x_step = mid_bytes;
-  jobs.down.x_rows = holes[n_holes - 1].first + holes[n_holes - 1].rows;
-  pds_gemm_job *both[] = {&jobs.gate_up, &jobs.down};
+  job.down.select = select_down;
+  job.down.x_step = mid_bytes;
+  job.down.x_rows = holes[n_holes - 1].first + holes[n_holes - 1].rows;
+  pds_gemm_job *both[] = {&job.up, &job.down};
   for (int i = 0; i < 2; i++) {
     both[i]->count = n_holes;
     both[i]->rows_each = all / n_holes;
     both[i]->arg = holes;
     both[i]->arg2 = rows;
   }
-  return jobs;
+  return job;
 }
 
-void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uint32_t n_holes) {
+void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes, uint32_t n_holes) {
   if (!n_holes) return;
-  expert_jobs jobs = routed_jobs(ctx, layer, holes, n_holes);
-  pds_run_gemms(ctx, &jobs.gate_up);
-  pds_run_gemms(ctx, &jobs.down);
+  pds_mlp_job job = routed_of(ctx, layer, holes, n_holes);
+  pds_run_mlps(ctx, &job, 1);
 }
 
-void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes,
+void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes,
                               uint32_t n_holes) {
-  const pds_mlp *shared = &ctx->plan->layers[layer].shared;
   if (!n_holes) {
     pds_op_shared_expert(ctx, layer);
     return;
   }
-  const uint32_t stride = pds_ceil(ctx->plan->hidden, 32), mid_stride = pds_ceil(shared->inter, 32);
-  void *mid = pds_buf(ctx, PDS_BUF_MID_SHARED);
-  expert_jobs routed = routed_jobs(ctx, layer, holes, n_holes);
-  pds_gemm_job gate_up =
-      pds_swiglu_of(ctx, shared, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, ctx->rows);
-  pds_gemm_job down = pds_gemm_of(ctx, &shared->down, mid, mid_stride,
-                                  pds_buf(ctx, PDS_BUF_SHARED_OUT), stride, ctx->rows, PDS_OUT_F32);
-  pds_run_gemms_together(ctx, &gate_up, &routed.gate_up);
-  pds_run_gemms_together(ctx, &down, &routed.down);
+  _Atomic uint32_t left;
+  pds_mlp_job jobs[] = {pds_shared_of(ctx, layer), routed_of(ctx, layer, holes, n_holes)};
+  jobs[0].left = &left;
+  pds_run_mlps(ctx, jobs, 2);
 }
 
 static void combine_row(void *arg, uint32_t row, uint32_t worker) {

@@ -91,6 +91,11 @@ void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items) {
   while (atomic_load_explicit(&pool->done, memory_order_acquire) != items) spin(&turns);
 }
 
+void pds_pool_wait(const _Atomic uint32_t *left) {
+  uint32_t turns = 0;
+  while (atomic_load_explicit(left, memory_order_acquire)) spin(&turns);
+}
+
 static void *worker_main(void *argument) {
   worker *self = argument;
   pds_pool *pool = self->pool;

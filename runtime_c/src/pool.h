@@ -22,6 +22,9 @@ uint32_t pds_pool_threads(const pds_pool *pool);
  * open and close, and never from inside a job. */
 void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items);
 
+/* From an item: waits until another item of the job, claimed before, has made *left 0. */
+void pds_pool_wait(const _Atomic uint32_t *left);
+
 /* Starts threads - 1 workers in memory of the caller (memory.h): `pool` has PDS_POOL_BYTES,
  * `workers` threads * PDS_WORKER_BYTES, `stacks` (threads - 1) * PDS_STACK_BYTES; all zeroed. On
  * failure no thread is left. */

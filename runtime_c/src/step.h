@@ -11,6 +11,7 @@
 /* One activated expert of the running layer: rows EXPERT_ROWS[first .. first + rows). */
 typedef struct pds_hole {
   uint32_t expert, first, rows;
+  _Atomic uint32_t left; /* pds_mlp_job.left */
 } pds_hole;
 
 typedef struct pds_step_ctx {
@@ -65,10 +66,9 @@ void pds_op_gate(pds_step_ctx *ctx, uint32_t layer); /* XN -> ROUTE_ID, ROUTE_W 
 void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer);
 void pds_op_shared_expert(pds_step_ctx *ctx, uint32_t layer); /* XACT -> SHARED_OUT */
 /* XACT -> MID -> EXPERT_OUT */
-void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uint32_t n_holes);
-/* Both at once: one job over all cores for each of the two stages. */
-void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes,
-                              uint32_t n_holes);
+void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes, uint32_t n_holes);
+void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes,
+                              uint32_t n_holes); /* both, as one parallel job */
 /* HID += sum over ranks in order of ROUTE_W * EXPERT_OUT (+ SHARED_OUT) */
 void pds_op_combine(pds_step_ctx *ctx, uint32_t layer, int shared);
 void pds_op_lm_head(pds_step_ctx *ctx); /* XACT -> LOGITS */

@@ -96,7 +96,7 @@ void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer) {
     uint32_t first = n;
     for (uint32_t i = 0; i < ctx->rows * FAKE_TOP_K; i++)
       if (id[i] == (int32_t)e) rows[n++] = (int32_t)i;
-    if (n > first) ctx->cpu_holes[ctx->n_cpu_holes++] = (pds_hole){e, first, n - first};
+    if (n > first) ctx->cpu_holes[ctx->n_cpu_holes++] = (pds_hole){e, first, n - first, 0};
   }
 }
 
@@ -106,7 +106,7 @@ void pds_op_shared_expert(pds_step_ctx *ctx, uint32_t layer) {
   for (uint32_t r = 0; r < ctx->rows; r++) out[(size_t)r * FAKE_HIDDEN] = 100;
 }
 
-void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uint32_t n_holes) {
+void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes, uint32_t n_holes) {
   (void)layer;
   const int32_t *rows = pds_buf(ctx, PDS_BUF_EXPERT_ROWS);
   float *out = pds_buf(ctx, PDS_BUF_EXPERT_OUT);
@@ -115,7 +115,7 @@ void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uin
       out[(size_t)rows[holes[h].first + i] * FAKE_HIDDEN] = (float)(holes[h].expert + 1);
 }
 
-void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes,
+void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes,
                               uint32_t n_holes) {
   pds_op_shared_expert(ctx, layer);
   pds_op_expert(ctx, layer, holes, n_holes);

@@ -38,7 +38,7 @@ ffi.cdef(
 
 def library() -> Any:
     here = Path(__file__).parent
-    names = ("ops_gemm", "ops_dense", "ops_moe", "ops_attention", "status")
+    names = ("ops_gemm", "ops_quantise", "ops_mlp", "ops_dense", "ops_moe", "ops_attention", "status")
     ops = [ROOT / "src" / f"{name}.c" for name in names]
     sources: list[tuple[Path, Sequence[str]]] = [(s, ()) for s in (*ops, here / "serial_pool.c")]
     return ffi.dlopen(str(cc.shared_object([*cc.kernel_sources(), *sources], flags=(f"-I{here}",))))
@@ -196,7 +196,7 @@ def buffer_sizes(m: Model) -> dict[str, int]:
         "ROUTE_ID": 4 * r * top_k,
         "ROUTE_W": 4 * r * top_k,
         "EXPERT_ROWS": 4 * r * top_k,
-        "HOLES": 12 * most([x.gate.experts for x in moe]),
+        "HOLES": 16 * most([x.gate.experts for x in moe]),
         "MID": act
         * max(
             most([r * x.gate.top_k * ceil(x.experts.inter, 32) for x in moe]),
@@ -217,15 +217,15 @@ def quant_bytes(t: Any) -> int:
 
 
 def widest_input(layer: Any) -> int:
-    """Of the layer's GEMMs, a row of the step. Routed and shared experts are side by side, but read
-    the same rows if their formats are the same."""
+    """Of the layer's parallel jobs, a row of the step. Both stages of an MLP are one job, and so are
+    routed and shared experts, which read the same rows if their formats are the same."""
     a, shared, experts = layer.attn, layer.shared, layer.experts
     gate_up = quant_bytes(experts.gate_up)
     if shared.gate_up.dtype != experts.gate_up.dtype:
         gate_up += quant_bytes(shared.gate_up)
     down = layer.gate.top_k * quant_bytes(experts.down) + quant_bytes(shared.down)
-    each = (a.in_proj, a.q_b, a.o_proj, layer.dense.gate_up, layer.dense.down)
-    return max(gate_up, down, *map(quant_bytes, each))
+    dense = quant_bytes(layer.dense.gate_up) + quant_bytes(layer.dense.down)
+    return max(gate_up + down, dense, *map(quant_bytes, (a.in_proj, a.q_b, a.o_proj)))
 
 
 def kv_bytes(m: Model) -> int:
