@@ -125,7 +125,7 @@ def _derived(plan: Plan) -> Iterator[str]:
     """Everything that follows from the graph, the dtype and the limits, computed again."""
     data = plan.data
     graph = parse_graph(plan.read_text("graph.txt"))
-    model = Lower(data["dtype"], data["max_context"]).run(graph)
+    model = Lower(data["dtype"], data["max_context"], data["predictor"]).run(graph)
     memory = PlanMemory(data["max_rows"]).run(model)
     memory = memory.with_programs(len(plan.read_bytes("program.bin")))
     for name, value in _expected(plan, model, memory).items():

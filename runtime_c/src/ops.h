@@ -51,8 +51,24 @@ void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job);
 /* Two that do not depend on each other, as one parallel job. */
 void pds_run_gemms_together(pds_step_ctx *ctx, pds_gemm_job *a, pds_gemm_job *b);
 
+/* The gate's GEMM on XN: logits to `scores` [rows, ceil16(experts)]. */
+pds_gemm_job pds_gate_of(pds_step_ctx *ctx, const pds_gate *gate, float *scores);
+/* Routing of one row by the gate's rule: logits [experts], which become scores, to its top_k
+ * experts, best first, and their weights. */
+void pds_route(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, float *scores, int32_t *id,
+               float *weight);
+/* The same for `row` of the step, from GATE to ROUTE_ID and ROUTE_W. */
+void pds_route_row(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, uint32_t row);
+
+/* torch's order: NaN is the greatest value. */
+static inline int pds_above(float a, float b) {
+  return a > b || (a == a) < (b == b);
+}
+
 /* Bytes of PDS_BUF_XQ that the plan's GEMMs need at least. */
 size_t pds_quant_need(const pds_plan *plan);
+
+enum { PDS_FEW_ROWS = 4 }; /* whose routing or combining is less work than waking workers */
 
 /* Runs fn over `items` in the caller if there are few, else as a parallel job. */
 void pds_run_rows(pds_step_ctx *ctx, pds_job_fn fn, void *arg, uint32_t items, uint32_t few);
