@@ -136,7 +136,6 @@ class Pipeline:
             "generator": f"pdscope {pdscope.__version__}",
             "plan_hash": "",
             **fields,
-            "predictor": self.source.options.predictor,
             "model": {
                 **fields["model"],
                 "source_name": self.source.directory.resolve().name,

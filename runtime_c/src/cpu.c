@@ -148,7 +148,8 @@ static uint64_t cpuid_cache_bytes(uint32_t level) {
     uint32_t a, b, c, d;
     if (!__get_cpuid_count(4, i, &a, &b, &c, &d) || (a & 31) == 0) break;
     if ((a >> 5 & 7) != level || (a & 31) == 2) continue; /* another level, or instructions */
-    return ((uint64_t)(b >> 22) + 1) * ((b >> 12 & 1023) + 1) * ((b & 4095) + 1) * ((uint64_t)c + 1);
+    return ((uint64_t)(b >> 22) + 1) * ((b >> 12 & 1023) + 1) * ((b & 4095) + 1) *
+           ((uint64_t)c + 1);
   }
 #endif
   (void)level;

@@ -48,10 +48,11 @@ static pds_status check_predictor(const pds_plan *plan, uint32_t index) {
   for (uint32_t i = index + 1; good && i <= p->target; i++)
     good = (plan->layers[i].moe != 0) == (i == p->target);
   if (good) return PDS_OK;
-  return pds_fail(PDS_ERR_PLAN_FORMAT,
-                  "layer %u: predictor of kind %u for layer %u: expected kind 1, and the next layer "
-                  "with experts; compile the plan again",
-                  index, p->kind, p->target);
+  return pds_fail(
+      PDS_ERR_PLAN_FORMAT,
+      "layer %u: predictor of kind %u for layer %u: expected kind 1, and the next layer "
+      "with experts; compile the plan again",
+      index, p->kind, p->target);
 }
 
 static pds_status check_layer(const pds_plan *plan, uint32_t index) {

@@ -109,8 +109,8 @@ void pds_llc_init(pds_llc *llc, int32_t asked, const pds_plan *plan, uint32_t th
                                                 : "asked for";
   }
   const bool measures = llc->possible && asked == PDS_CACHE_PREFETCH_AUTO;
-  const int32_t fixed =
-      llc->possible && asked == PDS_CACHE_PREFETCH_ON ? PDS_CACHE_PREFETCH_ON : PDS_CACHE_PREFETCH_OFF;
+  const int32_t fixed = llc->possible && asked == PDS_CACHE_PREFETCH_ON ? PDS_CACHE_PREFETCH_ON
+                                                                        : PDS_CACHE_PREFETCH_OFF;
   for (int i = 0; i < 2; i++) {
     pds_llc_trial_init(&llc->trial[i]);
     if (!measures) atomic_store_explicit(&llc->trial[i].state, fixed, memory_order_relaxed);

@@ -7,8 +7,8 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
-#include "../include/pdscope.h"
 #include "pds_isa.h"
+#include "pdscope.h"
 #include "pool.h"
 #include "step.h"
 
@@ -34,8 +34,8 @@ typedef struct pds_llc_trial {
   bool second, verdict;
   uint64_t ns[PDS_LLC_WINDOW], first; /* median of the round's first window */
   double speedup[PDS_LLC_ROUNDS];
-  _Atomic int32_t state;  /* PDS_CACHE_PREFETCH_*; AUTO: no verdict yet, or being measured again */
-  _Atomic int32_t gain;   /* median of the last trial, in 1/100 percent */
+  _Atomic int32_t state;   /* PDS_CACHE_PREFETCH_*; AUTO: no verdict yet, or being measured again */
+  _Atomic int32_t gain;    /* median of the last trial, in 1/100 percent */
   _Atomic uint32_t trials; /* finished */
 } pds_llc_trial;
 
@@ -47,10 +47,10 @@ void pds_llc_trial_step(pds_llc_trial *trial, uint32_t key, uint64_t ns);
 
 /* Of an engine. */
 typedef struct pds_llc {
-  int32_t asked;       /* PDS_CACHE_PREFETCH_* */
-  bool possible;       /* there are idle workers and predictions */
-  uint32_t ranges;     /* experts a layer, at most */
-  const char *why;     /* pds_cache_prefetch_info.why */
+  int32_t asked;          /* PDS_CACHE_PREFETCH_* */
+  bool possible;          /* there are idle workers and predictions */
+  uint32_t ranges;        /* experts a layer, at most */
+  const char *why;        /* pds_cache_prefetch_info.why */
   pds_llc_trial trial[2]; /* decode, batch */
 } pds_llc;
 

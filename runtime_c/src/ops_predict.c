@@ -54,7 +54,8 @@ void pds_op_bind_llc(pds_step_ctx *ctx, uint32_t layer, uint32_t capacity) {
   float *sum = pds_buf(ctx, PDS_BUF_PREDICT); /* scores have served */
   int32_t *hole = pds_buf(ctx, PDS_BUF_LLC_HOLES);
   for (uint32_t e = 0; e < target->experts; e++) sum[e] = -INFINITY; /* not predicted */
-  for (uint32_t i = 0; i < n; i++) sum[id[i]] = (sum[id[i]] == -INFINITY ? 0 : sum[id[i]]) + weight[i];
+  for (uint32_t i = 0; i < n; i++)
+    sum[id[i]] = (sum[id[i]] == -INFINITY ? 0 : sum[id[i]]) + weight[i];
   uint32_t bound = 0;
   for (uint32_t e = 0; e < target->experts; e++) {
     if (sum[e] == -INFINITY) continue;

@@ -121,8 +121,8 @@ static bool read_ahead(pds_pool *pool) {
   if ((uint32_t)ahead >= ahead >> 32) return false;
   const uint32_t chunk = (uint32_t)ahead;
   const uint32_t each = atomic_load_explicit(&pool->ahead_chunks, memory_order_relaxed);
-  uintptr_t at = atomic_load_explicit(&pool->ahead_at[chunk / each % PDS_AHEAD_RANGES],
-                                      memory_order_relaxed);
+  uintptr_t at =
+      atomic_load_explicit(&pool->ahead_at[chunk / each % PDS_AHEAD_RANGES], memory_order_relaxed);
   at += (uintptr_t)(chunk % each) * PDS_AHEAD_CHUNK;
   for (uint32_t i = 0; i < PDS_AHEAD_CHUNK; i += LINE)
     __builtin_prefetch((const void *)(at + i), 0, 1); /* prefetcht2 */

@@ -916,9 +916,10 @@ static pds_status cpu_only(const pds_programs *s, const pds_plan *plan) {
                         name, n);
       if (i->opcode != PDS_OP_PREDICT && !(i->flags & PDS_INSTR_PREDICT)) continue;
       if (plan->layers[p->layer].predictor.kind == PDS_PREDICT_NONE)
-        return pds_fail(PDS_ERR_VERIFY,
-                        "%s: @%u: predict: the plan has no predictor for layer %d; compile it again",
-                        name, n, (int)p->layer);
+        return pds_fail(
+            PDS_ERR_VERIFY,
+            "%s: @%u: predict: the plan has no predictor for layer %d; compile it again", name, n,
+            (int)p->layer);
       if (p->rows_max > PDS_PREDICT_ROWS)
         return pds_fail(PDS_ERR_VERIFY,
                         "%s: @%u: predict in steps of up to %u rows is not supported by this "
