@@ -146,7 +146,7 @@ void case_llc(void) {
   trial(100, 90, PDS_CACHE_PREFETCH_ON, 1111);
   trial(100, 100, PDS_CACHE_PREFETCH_OFF, 0);
   trial(1000, 997, PDS_CACHE_PREFETCH_OFF, 30); /* too little to tell from noise */
-  trial(90, 100, PDS_CACHE_PREFETCH_OFF, -999);
+  trial(90, 100, PDS_CACHE_PREFETCH_OFF, -1000);
   other_steps();
   lists();
   reasons();
