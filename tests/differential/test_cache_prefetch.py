@@ -16,7 +16,8 @@ import pytest
 from numpy.typing import NDArray
 from support.assets import BUNDLED, TRAINED, model_path
 from support.plans import PlanStore
-from support.runs import kind_plan, random_ids
+from support.runs import random_ids
+from support.tiny_configs import random_tiny_config, save_random_model
 
 import pdscope
 from pdscope.compiler.lowered import Gate, LoweredModel, Tensor
@@ -69,10 +70,25 @@ def test_trained_models(plans: PlanStore, name: str, dtype: str) -> None:
     same_on_and_off(plans.compile(model_path(name), dtype=dtype, max_context=512))
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mla-groups"])
-def test_random_models(plans: PlanStore, kind: str) -> None:
-    """Gates of random weights, that say nothing of each other: predictions are mostly wrong."""
-    same_on_and_off(kind_plan(plans, kind, "fp32", 256))
+# Gates of random weights, which say nothing of each other: predictions are mostly wrong.
+RANDOM = {
+    "dense-between": ("qwen3_moe", 0, {"num_hidden_layers": 4, "mlp_only_layers": [1]}),
+    "dense-first": ("deepseek_v2", 2, {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
+    # sigmoid, bias and groups
+    "groups": ("deepseek_v3", 4, {"num_hidden_layers": 3, "first_k_dense_replace": 0}),
+}
+
+
+def random_plan(plans: PlanStore, name: str) -> Path:
+    family, seed, changes = RANDOM[name]
+    config = random_tiny_config(family, seed) | {"decoder_sparse_step": 1} | changes
+    model = plans.once(f"ahead-{name}.model", lambda out: save_random_model(config, out, seed))
+    return plans.compile(model, dtype="fp32", max_context=256)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_models(plans: PlanStore, name: str) -> None:
+    same_on_and_off(random_plan(plans, name))
 
 
 # --- predictions and counts ---
@@ -160,9 +176,8 @@ def counted(plan: Path, taps: Taps) -> tuple[int, int]:
 
 def plans_to_count(plans: PlanStore) -> Iterator[Path]:
     yield plans.compile(BUNDLED / "tiny-mixtral", dtype="bf16")
-    yield kind_plan(plans, "gqa", "fp32", 256)  # softmax over all
-    yield kind_plan(plans, "mla", "fp32", 256)  # a dense layer first
-    yield kind_plan(plans, "mla-groups", "fp32", 256)  # sigmoid, bias and groups
+    for name in RANDOM:
+        yield random_plan(plans, name)
 
 
 def test_hits_are_those_of_the_next_gate(plans: PlanStore) -> None:
