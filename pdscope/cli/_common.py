@@ -151,8 +151,8 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option(
                 "--cache-prefetch",
                 type=click.Choice(("auto", "on", "off")),
-                help="Whether idle workers prefetch predicted experts into the CPU's cache. "
-                "Default: PDSCOPE_CACHE_PREFETCH, or auto: where steps are measured to gain by it.",
+                help="Prefetch predicted experts into the CPU's cache. Default: "
+                "PDSCOPE_CACHE_PREFETCH, or auto: if it gains.",
             ),
         )
     ):
