@@ -93,11 +93,10 @@ static bool has_predictor(const pds_plan *plan) {
 
 void pds_llc_init(pds_llc *llc, int32_t asked, const pds_plan *plan, uint32_t threads,
                   uint64_t llc_bytes) {
-  enum { SHARE = 4, USUAL = 8 << 20 }; /* a quarter of the cache; it is also attention's */
-  uint64_t ranges = (llc_bytes ? llc_bytes : USUAL) / SHARE / PDS_LLC_RANGE;
-  if (ranges > PDS_AHEAD_RANGES) ranges = PDS_AHEAD_RANGES;
+  enum { USUAL = 32 << 20 };
+  const uint64_t share = (llc_bytes ? llc_bytes : USUAL) / PDS_LLC_SHARE;
   llc->asked = asked;
-  llc->ranges = ranges ? (uint32_t)ranges : 1;
+  llc->budget = share < PDS_LLC_MOST ? share : PDS_LLC_MOST;
   llc->possible = false;
   if (!has_predictor(plan)) {
     llc->why = "the plan's programs have no cache prefetch";
@@ -134,28 +133,41 @@ void pds_llc_end(pds_llc *llc, uint32_t rows, uint32_t n_logits, uint64_t ns) {
 
 /* --- lists --- */
 
+static uint32_t clamp(uint64_t n, uint64_t most) {
+  return n > most ? (uint32_t)most : n ? (uint32_t)n : 1;
+}
+
+/* How much of each of the `wanted` experts, whose gate_up has `bytes`. */
+static void share_out(uint64_t budget, uint32_t wanted, uint64_t bytes, pds_ahead *out) {
+  const uint64_t slices = budget / PDS_LLC_SLICE;
+  out->ranges = clamp(slices, wanted < PDS_AHEAD_RANGES ? wanted : PDS_AHEAD_RANGES);
+  if (bytes < PDS_LLC_SLICE) { /* whole chunks: a blob ends at a multiple of 4096 */
+    out->slices = 1;
+    out->chunks = (uint32_t)((bytes + PDS_AHEAD_CHUNK - 1) / PDS_AHEAD_CHUNK);
+  } else {
+    out->slices = clamp(slices / out->ranges, bytes / PDS_LLC_SLICE);
+    out->chunks = PDS_LLC_SLICE / PDS_AHEAD_CHUNK;
+  }
+}
+
 uint32_t pds_llc_prefetch(const pds_llc *llc, pds_llc_list *list, pds_step_ctx *ctx,
                           uint32_t layer) {
   if (!ctx->predicts || !ctx->n_llc_holes) return 0;
   const int32_t *hole = pds_buf(ctx, PDS_BUF_LLC_HOLES);
-  const void *at[PDS_AHEAD_RANGES];
   memset(list, 0, sizeof *list);
   list->target = ctx->plan->layers[layer].predictor.target;
+  list->predicted = ctx->n_llc_holes;
   const pds_tensor *w = &ctx->plan->layers[list->target].experts.gate_up;
   const uint64_t bytes = (uint64_t)pds_ceil(w->n, PDS_LANES) / PDS_LANES * pds_panel_bytes(w);
-  /* A whole chunk always lies within the expert's blob, which ends at a multiple of 4096. */
-  list->chunks = (uint32_t)((bytes < PDS_LLC_RANGE ? bytes : PDS_LLC_RANGE) + PDS_AHEAD_CHUNK - 1) /
-                 PDS_AHEAD_CHUNK;
-  list->predicted = ctx->n_llc_holes;
+  share_out(llc->budget, list->predicted, bytes, &list->ahead);
   for (uint32_t i = 0; i < list->predicted; i++)
     list->is_predicted[hole[i] / 64] |= (uint64_t)1 << hole[i] % 64;
-  list->ranges = list->predicted < llc->ranges ? list->predicted : llc->ranges;
-  for (uint32_t i = 0; i < list->ranges; i++) {
+  for (uint32_t i = 0; i < list->ahead.ranges; i++) {
     list->expert[i] = (uint16_t)hole[i];
-    at[i] = pds_weight(ctx, w, (uint32_t)hole[i]);
+    list->ahead.at[i] = pds_weight(ctx, w, (uint32_t)hole[i]);
   }
-  pds_pool_read_ahead(ctx->pool, at, list->ranges, list->chunks);
-  return list->ranges;
+  pds_pool_read_ahead(ctx->pool, &list->ahead);
+  return list->ahead.ranges;
 }
 
 static void add(_Atomic uint64_t *to, uint64_t n) {
@@ -175,8 +187,9 @@ void pds_llc_settle(pds_llc_list *list, pds_llc_counts *counts, const pds_step_c
   add(&counts->predicted, list->predicted);
   add(&counts->hits, hits);
   add(&counts->bytes, (uint64_t)begun * PDS_AHEAD_CHUNK);
-  for (uint32_t i = 0; i < list->ranges && begun; i++) {
-    const uint32_t chunks = begun < list->chunks ? begun : list->chunks, e = list->expert[i];
+  for (uint32_t i = 0; begun; i = i + 1 < list->ahead.ranges ? i + 1 : 0) { /* slice by slice */
+    const uint32_t chunks = begun < list->ahead.chunks ? begun : list->ahead.chunks;
+    const uint32_t e = list->expert[i];
     if (activated[e / 64] >> e % 64 & 1)
       add(&counts->useful_bytes, (uint64_t)chunks * PDS_AHEAD_CHUNK);
     begun -= chunks;

@@ -12,8 +12,11 @@
 #include "pool.h"
 #include "step.h"
 
-/* Bytes of an expert's gate_up that are pulled in: about what its first item of work reads. */
-enum { PDS_LLC_RANGE = 256 * 1024 };
+enum {
+  PDS_LLC_SLICE = 256 * 1024, /* of an expert's gate_up, taken in turn: about one item of work */
+  PDS_LLC_MOST = 16 << 20,    /* bytes a layer: what 160 GB/s read in 100 idle microseconds, */
+  PDS_LLC_SHARE = 4           /* and no more than one part in so many of the last-level cache */
+};
 
 /* The trial of one phase: windows of steps with and without, in turn, then a verdict that holds for
  * long. Steps of one engine take turns, so only what others look at is atomic. */
@@ -49,7 +52,7 @@ void pds_llc_trial_step(pds_llc_trial *trial, uint32_t key, uint64_t ns);
 typedef struct pds_llc {
   int32_t asked;          /* PDS_CACHE_PREFETCH_* */
   bool possible;          /* there are idle workers and predictions */
-  uint32_t ranges;        /* experts a layer, at most */
+  uint64_t budget;        /* bytes a layer */
   const char *why;        /* pds_cache_prefetch_info.why */
   pds_llc_trial trial[2]; /* decode, batch */
 } pds_llc;
@@ -58,7 +61,7 @@ typedef struct pds_llc {
 typedef struct pds_llc_list {
   uint32_t target;    /* whose experts they are */
   uint32_t predicted; /* experts; 0: no list */
-  uint32_t ranges, chunks;
+  pds_ahead ahead;
   uint64_t is_predicted[PDS_MAX_EXPERTS / 64];
   uint16_t expert[PDS_AHEAD_RANGES]; /* of each range */
 } pds_llc_list;

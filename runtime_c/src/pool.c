@@ -51,7 +51,8 @@ struct pds_pool {
   void *ctx;
   _Alignas(64) _Atomic uint32_t done;
   _Alignas(64) _Atomic uint64_t ahead; /* chunks << 32 | next chunk */
-  _Atomic uint32_t ahead_chunks;       /* of each range; never 0 once there was a list */
+  _Atomic uint32_t ahead_ranges;       /* never 0 once there was a list, */
+  _Atomic uint32_t ahead_slice;        /* nor these: chunks of a slice */
   _Atomic uintptr_t ahead_at[PDS_AHEAD_RANGES];
 };
 
@@ -98,12 +99,14 @@ void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items) {
   while (atomic_load_explicit(&pool->done, memory_order_acquire) != items) spin(&turns);
 }
 
-void pds_pool_read_ahead(pds_pool *pool, const void *const *at, uint32_t ranges, uint32_t chunks) {
+void pds_pool_read_ahead(pds_pool *pool, const pds_ahead *ahead) {
   pds_pool_stop_ahead(pool);
-  for (uint32_t i = 0; i < ranges; i++)
-    atomic_store_explicit(&pool->ahead_at[i], (uintptr_t)at[i], memory_order_relaxed);
-  atomic_store_explicit(&pool->ahead_chunks, chunks, memory_order_relaxed);
-  atomic_store_explicit(&pool->ahead, (uint64_t)ranges * chunks << 32, memory_order_release);
+  for (uint32_t i = 0; i < ahead->ranges; i++)
+    atomic_store_explicit(&pool->ahead_at[i], (uintptr_t)ahead->at[i], memory_order_relaxed);
+  atomic_store_explicit(&pool->ahead_ranges, ahead->ranges, memory_order_relaxed);
+  atomic_store_explicit(&pool->ahead_slice, ahead->chunks, memory_order_relaxed);
+  const uint64_t chunks = (uint64_t)ahead->ranges * ahead->slices * ahead->chunks;
+  atomic_store_explicit(&pool->ahead, chunks << 32, memory_order_release);
 }
 
 uint32_t pds_pool_stop_ahead(pds_pool *pool) {
@@ -119,11 +122,11 @@ static bool read_ahead(pds_pool *pool) {
   if ((uint32_t)ahead >= ahead >> 32) return false;
   ahead = atomic_fetch_add_explicit(&pool->ahead, 1, memory_order_acquire);
   if ((uint32_t)ahead >= ahead >> 32) return false;
-  const uint32_t chunk = (uint32_t)ahead;
-  const uint32_t each = atomic_load_explicit(&pool->ahead_chunks, memory_order_relaxed);
-  uintptr_t at =
-      atomic_load_explicit(&pool->ahead_at[chunk / each % PDS_AHEAD_RANGES], memory_order_relaxed);
-  at += (uintptr_t)(chunk % each) * PDS_AHEAD_CHUNK;
+  const uint32_t ranges = atomic_load_explicit(&pool->ahead_ranges, memory_order_relaxed);
+  const uint32_t slice = atomic_load_explicit(&pool->ahead_slice, memory_order_relaxed);
+  const uint32_t chunk = (uint32_t)ahead, of_slice = chunk % slice, nth = chunk / slice;
+  uintptr_t at = atomic_load_explicit(&pool->ahead_at[nth % ranges], memory_order_relaxed);
+  at += ((uintptr_t)(nth / ranges) * slice + of_slice) * PDS_AHEAD_CHUNK;
   for (uint32_t i = 0; i < PDS_AHEAD_CHUNK; i += LINE)
     __builtin_prefetch((const void *)(at + i), 0, 1); /* prefetcht2 */
   return true;

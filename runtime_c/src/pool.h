@@ -25,10 +25,15 @@ void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items);
 /* Reading ahead: workers with no item to run pull memory towards the last-level cache, chunk by
  * chunk, and look for a job before each. It changes no result, and nobody waits for it. */
 enum { PDS_AHEAD_RANGES = 64, PDS_AHEAD_CHUNK = 4096 };
-/* Up to PDS_AHEAD_RANGES ranges, in order, of `chunks` (1 to 64) chunks each; replaces the list
- * before. By the caller of a step. */
-void pds_pool_read_ahead(pds_pool *pool, const void *const *at, uint32_t ranges, uint32_t chunks);
-/* Drops the list; returns how many of its chunks, in order, were begun. Closing a step does too. */
+typedef struct pds_ahead {
+  const void *at[PDS_AHEAD_RANGES]; /* ranges of memory, the most wanted first */
+  uint32_t ranges;
+  uint32_t slices, chunks; /* of each range: its first slice of all, then their second, ... */
+} pds_ahead;
+/* Replaces the list before. `ahead` is copied; each count is at least 1. By the caller of a step. */
+void pds_pool_read_ahead(pds_pool *pool, const pds_ahead *ahead);
+/* Drops the list; returns how many of its chunks, in that order, were begun. Closing a step does
+ * too. */
 uint32_t pds_pool_stop_ahead(pds_pool *pool);
 
 /* Starts threads - 1 workers in memory of the caller (memory.h): `pool` has PDS_POOL_BYTES,

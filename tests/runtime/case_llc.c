@@ -66,13 +66,13 @@ static void other_steps(void) {
 
 /* --- lists and counts --- */
 
-enum { EXPERTS = 6, BLOB = 2 * PDS_LLC_RANGE };
+enum { EXPERTS = 6, BLOB = 2 * PDS_LLC_SLICE };
 
 static void lists(void) {
   static unsigned char weights[EXPERTS * BLOB];
   static int32_t predicted[EXPERTS] = {4, 1, 5, 0};
   const unsigned char *files[] = {weights};
-  /* 512 columns of 256 fp32 inputs: 512 KiB, of which the first half is prefetched */
+  /* 512 columns of 256 fp32 inputs: 512 KiB, two slices */
   const pds_layer layers[] = {
       {.moe = 1, .predictor = {PDS_PREDICT_CROSS_GATE, 1}},
       {.moe = 1,
@@ -99,8 +99,8 @@ static void lists(void) {
   pds_llc llc = {0};
   pds_llc_list list = {0};
   pds_llc_counts counts = {0};
-  pds_llc_init(&llc, PDS_CACHE_PREFETCH_ON, &plan, 3, 12 * PDS_LLC_RANGE);
-  CHECK_EQ(llc.ranges, 3); /* a quarter of the cache */
+  pds_llc_init(&llc, PDS_CACHE_PREFETCH_ON, &plan, 3, 12 * PDS_LLC_SLICE);
+  CHECK_EQ(llc.budget, 3 * PDS_LLC_SLICE); /* a quarter of the cache */
   CHECK(pds_llc_begin(&llc, 1) && pds_llc_begin(&llc, 16) && !pds_llc_begin(&llc, 17));
 
   pds_pool_open(pool);
@@ -111,10 +111,20 @@ static void lists(void) {
   pds_llc_settle(&list, &counts, &ctx, 1);
   CHECK_EQ(counts.predicted, 4);
   CHECK_EQ(counts.hits, 2); /* 4 and 0 */
-  CHECK_EQ(counts.bytes, 3 * PDS_LLC_RANGE);
-  CHECK_EQ(counts.useful_bytes, PDS_LLC_RANGE); /* of 4; 0 was beyond the budget */
+  CHECK_EQ(counts.bytes, 3 * PDS_LLC_SLICE);
+  CHECK_EQ(counts.useful_bytes, PDS_LLC_SLICE); /* of 4; 0 was beyond the budget */
   pds_llc_settle(&list, &counts, &ctx, 1);      /* once */
   CHECK_EQ(counts.predicted, 4);
+
+  /* With more to spend, a second slice of each behind the first of all. */
+  llc.budget = 7 * PDS_LLC_SLICE;
+  ctx.n_llc_holes = 2;
+  CHECK_EQ(pds_llc_prefetch(&llc, &list, &ctx, 0), 2);
+  CHECK_EQ(list.ahead.slices, 2); /* there are no more */
+  usleep(200000);
+  pds_llc_settle(&list, &counts, &ctx, 1);
+  CHECK_EQ(counts.bytes, (3 + 4) * PDS_LLC_SLICE);
+  CHECK_EQ(counts.useful_bytes, (1 + 2) * PDS_LLC_SLICE); /* 4, not 1 */
 
   ctx.predicts = 0;
   CHECK_EQ(pds_llc_prefetch(&llc, &list, &ctx, 0), 0);
@@ -139,7 +149,9 @@ static void reasons(void) {
   pds_llc_init(&llc, PDS_CACHE_PREFETCH_AUTO, &plan, 8, 0);
   CHECK(strstr(llc.why, "auto") && !pds_llc_begin(&llc, 1)); /* nothing is known yet */
   CHECK_EQ(llc.trial[0].state, PDS_CACHE_PREFETCH_AUTO);
-  CHECK_EQ(llc.ranges, 8);
+  CHECK_EQ(llc.budget, 8 << 20); /* of a cache of unknown size */
+  pds_llc_init(&llc, PDS_CACHE_PREFETCH_AUTO, &plan, 8, 300 << 20);
+  CHECK_EQ(llc.budget, PDS_LLC_MOST);
 }
 
 void case_llc(void) {
