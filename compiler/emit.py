@@ -24,6 +24,7 @@ _DTYPE = {
 _ATTENTION = {"gqa": "PDS_GQA", "mla": "PDS_MLA"}
 _QK_NORM = {"none": "PDS_QK_NONE", "head": "PDS_QK_HEAD", "full": "PDS_QK_FULL"}
 _SCORE = {"softmax": "PDS_SOFTMAX", "sigmoid": "PDS_SIGMOID"}
+_PREDICTOR = {"cross_gate": "PDS_PREDICT_CROSS_GATE"}
 _GROUP = {"none": "PDS_GROUP_NONE", "max": "PDS_GROUP_MAX", "top2": "PDS_GROUP_TOP2"}
 
 
@@ -65,6 +66,7 @@ def plan_source(
         qk_norm=_QK_NORM,
         score=_SCORE,
         group_score=_GROUP,
+        predictor=_PREDICTOR,
     )
 
 

@@ -192,6 +192,14 @@ class Gate:
 
 
 @dataclass(frozen=True)
+class Predictor:
+    """What `compute predict` does (pds_predictor of plan_desc.h)."""
+
+    kind: str  # "cross_gate"
+    target: int  # the layer whose experts it predicts: the next one with experts
+
+
+@dataclass(frozen=True)
 class Mlp:
     inter: int
     gate_up: Tensor
@@ -211,6 +219,7 @@ class Layer:
     gate: Gate | None = None
     experts: Mlp | None = None
     shared: Mlp | None = None
+    predictor: Predictor | None = None
 
     @property
     def is_moe(self) -> bool:

@@ -29,6 +29,7 @@ def derived_fields(model: LoweredModel, memory: MemoryPlan) -> dict[str, Any]:
         "max_rows": memory.max_rows,
         "max_logits": memory.max_logits,
         "kv_block": memory.kv_block,
+        "predictor": next((x.predictor.kind for x in model.layers if x.predictor), "none"),
         "placement": {
             "device": "cpu",
             "experts": {"cpu": sum(g.experts for g in gates), "gpu": 0},

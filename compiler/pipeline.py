@@ -68,7 +68,8 @@ class Pipeline:
         self.graph = parse_graph(self.workspace.read_text("graph.txt"))
         self.manager.run(CheckSemantics(self.source, self.config_sha256))
         context = self._context(self.graph.max_context)
-        self.lowered = Lower(self.source.dtype(self.graph), context).run(self.graph)
+        dtype = self.source.dtype(self.graph)
+        self.lowered = Lower(dtype, context, options.predictor).run(self.graph)
         # Faults of small files come to light before the weights are read.
         directory, notes = self.source.directory, self.source.notes
         self.generation = generation_ids(directory, self.source.config, self.lowered.vocab)

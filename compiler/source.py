@@ -25,6 +25,7 @@ from pdscope.plan_hash import DUMMY_WEIGHTS
 
 DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
+SWITCH = ("on", "off")
 
 
 class Progress(Protocol):
@@ -54,11 +55,18 @@ class Options:
     max_rows: int = 512
     target: str = "native"
     check_weights: bool = False
+    cache_prefetch: str = "on"
+
+    @property
+    def predictor(self) -> str:
+        """What predicts experts of the next layer, for prefetches."""
+        return "cross_gate" if self.cache_prefetch == "on" else "none"
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("dtype", self.dtype, DTYPES),
             ("load_format", self.load_format, LOAD_FORMATS),
+            ("cache_prefetch", self.cache_prefetch, SWITCH),
         ):
             if not isinstance(value, str) or value not in known:
                 raise InputError(

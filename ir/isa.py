@@ -84,7 +84,7 @@ QUEUE_DOC = {
     Queue.CPU: "the CPU's workers",
     Queue.H2D_DEMAND: "on-demand copies over the link, served first",
     Queue.H2D_SPEC: "speculative copies over the same link",
-    Queue.AUX: "cache prefetches by a spare thread",
+    Queue.AUX: "cache prefetches, by workers that have nothing else to do",
 }
 
 
@@ -108,7 +108,7 @@ HOLE_DOC = {
     HoleKind.L: "experts to load on demand",
     HoleKind.C: "experts that the CPU computes",
     HoleKind.N: "slot prefetches for layer l+1",
-    HoleKind.P: "cache prefetches (-> llc) for layer l+1",
+    HoleKind.P: "cache prefetches (-> llc) for the next layer with experts",
     HoleKind.U: "slots to give up",
 }
 
@@ -185,7 +185,7 @@ BUFFER_DOC = {
     Buffer.XN: "normed rows, and their GEMM-input copy",
     Buffer.KV: "the layer's KV cache; persistent",
     Buffer.ROUTE: "expert ids and weights of each row",
-    Buffer.PREDICTION: "the predictor's output for layer l+1",
+    Buffer.PREDICTION: "the predictor's output for the next layer with experts",
     Buffer.DRAFT: "drafts and the residency table; persistent",
     Buffer.HOLES: "the layer's bound holes; kept until every record of its last run has retired",
     Buffer.EXPERT_OUT: "expert outputs per (row, rank): different holes write different parts",
@@ -274,7 +274,10 @@ OPS: dict[Opcode, OpInfo] = {
         "true routing; `tokens`: it reads token ids too (hash routing); `, predict` fuses predict",
     ),
     Opcode.PREDICT: _compute(
-        _MOE, (_B.XN,), (_B.PREDICTION,), "the predictor's forward: expert counts of layer l+1"
+        _MOE,
+        (_B.XN,),
+        (_B.PREDICTION,),
+        "the predictor's forward: which experts the next layer with experts will choose",
     ),
     Opcode.EXPERT: _compute(
         _MOE,
@@ -318,8 +321,8 @@ OPS: dict[Opcode, OpInfo] = {
         (_H.N, _H.P),
         (_B.HOLES,),
         (),
-        "speculative: ?n into a cache slot (h2d.spec), like load; ?p -> llc touches the CPU's "
-        "last-level cache (aux)",
+        "speculative: ?n into a cache slot (h2d.spec), like load; ?p -> llc pulls the first blocks "
+        "of experts into the CPU's last-level cache (aux), until the experts are computed",
     ),
     Opcode.UNLOAD: OpInfo(
         False, _MOE, _HOST, (_H.U,), (_B.HOLES,), (), "gives slots up: signals their free tickets"

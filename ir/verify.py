@@ -32,9 +32,9 @@ V10  What others need reaches `out`: one event (@hid; @logits of an epilogue), n
 V11  Nothing reads a slot after unload: every expert and on-demand load of the cache comes before
      it.
 V12  Programs fit together: prologue, layers in order, epilogue; what one imports the one before
-     exports; ?n and ?p are followed by a layer with experts, which reads ?n's caches through ?r;
-     caches of one name are one cache; the phases are of one model and cover all row counts up to
-     the largest.
+     exports; ?n is followed by a layer with experts, which reads ?n's caches through ?r; ?p by such
+     a layer, with nothing but dense ones between; caches of one name are one cache; the phases are
+     of one model and cover all row counts up to the largest.
 V13  Of two instructions that use the same buffer, one of them writing, one comes before the other;
      every instruction comes after the imported event. Experts write different parts of expert_out
      (V7).
@@ -651,18 +651,20 @@ def _binds(p: Program, kind: HoleKind) -> int:
     return max((h.capacity for i in p.instrs for h in i.binds if h.kind is kind), default=0)
 
 
-def _follows(p: Program, q: Program) -> None:
-    """q comes right after p."""
+def _follows(p: Program, q: Program, later: Sequence[Program]) -> None:
+    """q comes right after p, and `later` after q."""
     exported = {o.name for o in p.outs}
     if any(name not in exported for name in q.ins):
         raise _fail(q, 12, f"imports an event that {p.name} does not export")
     if (q.rows_min, q.rows_max, q.streams) != (p.rows_min, p.rows_max, p.streams):
         raise _fail(q, 12, f"rows or streams differ from those of {p.name}")
     for kind in (HoleKind.N, HoleKind.P):
-        capacity = _binds(p, kind)
-        if capacity and (q.kind is not Kind.MOE or capacity > q.experts):
+        capacity, to = _binds(p, kind), q
+        if kind is HoleKind.P:
+            to = next((x for x in (q, *later) if x.kind is not Kind.DENSE), q)
+        if capacity and (to.kind is not Kind.MOE or capacity > to.experts):
             raise _fail(
-                p, 12, f"binds {kind.text}[{capacity}], but {q.name} has {q.experts} experts"
+                p, 12, f"binds {kind.text}[{capacity}], but {to.name} has {to.experts} experts"
             )
     for i in p.instrs:
         if (
@@ -703,7 +705,7 @@ def verify_sequence(programs: Sequence[Program]) -> None:
                 p, 12, "out of order: expected prologue, layers from 0, epilogue of one phase"
             )
         if n:
-            _follows(programs[n - 1], p)
+            _follows(programs[n - 1], p, programs[n + 1 :])
         for s in p.slots:
             if s.kind is SlotKind.RESIDENT:
                 used[s.device] += s.count

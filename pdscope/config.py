@@ -44,6 +44,11 @@ def weights() -> str | None:
     return _choice("PDSCOPE_WEIGHTS", ("auto", "mmap", "copy"))
 
 
+def cache_prefetch() -> str | None:
+    """PDSCOPE_CACHE_PREFETCH: auto, on or off: whether idle workers prefetch predicted experts."""
+    return _choice("PDSCOPE_CACHE_PREFETCH", ("auto", "on", "off"))
+
+
 def dump_dir() -> Path | None:
     """PDSCOPE_DUMP: directory that receives NNN_pass.plan after every compiler pass."""
     value = os.environ.get("PDSCOPE_DUMP")

@@ -19,7 +19,7 @@ from pdscope import config
 from pdscope.arguments import flag, index, path, text
 from pdscope.errors import InputError, PdscopeError, PlanError
 from pdscope.generation import Completion, Stream
-from pdscope.native import PIN, WEIGHTS, EngineHandle, ffi
+from pdscope.native import CACHE_PREFETCH, PIN, WEIGHTS, EngineHandle, ffi
 from pdscope.plan import Plan
 from pdscope.session import Messages, Prompt, Session, SessionStats
 from pdscope.tokens import Tokenizer
@@ -32,6 +32,7 @@ def load(
     isa: str | None = None,
     pin: str | None = None,
     weights: str | None = None,
+    cache_prefetch: str | None = None,
     verify: bool = False,
 ) -> "Engine":
     """Loads a plan directory for running.
@@ -46,6 +47,10 @@ def load(
     weights: "copy": read at load to huge pages, interleaved over the NUMA nodes in use; "mmap":
     the page cache, read as used and shared between processes; "auto" (None: PDSCOPE_WEIGHTS, else
     auto): copy where the memory is there with room to spare. Same results either way.
+    cache_prefetch: "on": in steps of up to 16 rows, workers with nothing to do pull blocks of the
+    experts that the next layer is predicted to choose into the last-level cache; "off"; "auto"
+    (None: PDSCOPE_CACHE_PREFETCH, else auto): the engine measures steps with and without as it
+    runs, and prefetches where that gains (Engine.cache_prefetch). Same results either way.
     verify: check every file's SHA-256 first.
     Raises PlanError (missing, cut short, edited, other version) or TargetError (this CPU cannot run
     it), InputError for an option of another type or out of range.
@@ -55,7 +60,14 @@ def load(
         plan = Plan.open(path("plan", plan), verify=verify)
     elif verify:
         plan = Plan.open(plan.path, verify=True)
-    return Engine(plan, threads=threads, isa=isa, pin=pin, weights=weights)
+    return Engine(
+        plan,
+        threads=threads,
+        isa=isa,
+        pin=pin,
+        weights=weights,
+        cache_prefetch=cache_prefetch,
+    )
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,7 @@ class Engine:
         isa: str | None = None,
         pin: str | None = None,
         weights: str | None = None,
+        cache_prefetch: str | None = None,
     ) -> None:
         threads = index("threads", threads)
         if isa is not None and "\0" in text("isa", isa):
@@ -132,6 +145,9 @@ class Engine:
             isa or config.forced_isa(),
             _choice("pin", pin or config.pin(), PIN),
             _choice("weights", weights or config.weights(), WEIGHTS),
+            _choice(
+                "cache_prefetch", cache_prefetch or config.cache_prefetch(), CACHE_PREFETCH
+            ),
         )
         self._handle: EngineHandle | None = None
         try:
@@ -160,6 +176,40 @@ class Engine:
                 "call pdscope.load() in the child process"
             )
         return handle
+
+    def cache_prefetch(self) -> dict[str, Any]:
+        """What --json says of the prefetch of predicted experts into the last-level cache.
+
+        `asked`: auto, on or off; `why`: what decided. For steps of one row (`decode`) and of 2 to
+        16 (`batch`): `state` is on, off, or measuring (also before it is measured for the first
+        time), `measurements` how many have ended, `gain_percent` how many more steps a second the
+        last of them had with it. Then totals over this engine's own session (`main`): experts
+        predicted while it was on, and those of them that were activated; bytes prefetched, useful
+        (of activated experts) and wasted.
+        """
+        info = ffi().new("pds_cache_prefetch_info *")
+        handle = self.handle
+        handle.library.check(
+            handle.library.lib.pds_engine_get_cache_prefetch(handle.pointer, info)
+        )
+        report: dict[str, Any] = {
+            "asked": CACHE_PREFETCH[info.asked],
+            "why": handle.library.text(info.why),
+        }
+        for i, phase in enumerate(("decode", "batch")):
+            report[phase] = {
+                "state": ("measuring", "on", "off")[info.state[i]],
+                "measurements": int(info.trials[i]),
+                "gain_percent": round(float(info.gain[i]), 2) if info.trials[i] else None,
+            }
+        stats = self.main.stats()
+        return report | {
+            "experts_predicted": stats.experts_predicted,
+            "experts_hit": stats.experts_hit,
+            "bytes": stats.prefetch_bytes,
+            "useful_bytes": stats.prefetch_useful_bytes,
+            "wasted_bytes": stats.prefetch_bytes - stats.prefetch_useful_bytes,
+        }
 
     @property
     def has_tokenizer(self) -> bool:

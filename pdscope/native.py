@@ -30,9 +30,10 @@ from pdscope.plan import Plan
 
 PDS_ERR_CANCELLED = 400
 
-# Names of PDS_PIN_* and PDS_WEIGHTS_* of pdscope.h, by value.
+# Names of PDS_PIN_*, PDS_WEIGHTS_* and PDS_CACHE_PREFETCH_* of pdscope.h, by value.
 PIN = ("auto", "on", "off")
 WEIGHTS = ("auto", "mmap", "copy")
+CACHE_PREFETCH = ("auto", "on", "off")
 
 # By cause; see the enum in pdscope.h. A code that is not here is a plain PdscopeError.
 _ERRORS: dict[int, type[PdscopeError]] = {
@@ -159,7 +160,15 @@ class _Shared:
 class EngineHandle:
     """Owns a pds_engine."""
 
-    def __init__(self, plan: Plan, threads: int, isa: str | None, pin: str, weights: str) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        threads: int,
+        isa: str | None,
+        pin: str,
+        weights: str,
+        cache_prefetch: str,
+    ) -> None:
         self.library = Library(plan.library)
         self.pid = os.getpid()
         c = ffi()
@@ -173,6 +182,7 @@ class EngineHandle:
                 "threads": threads,
                 "pin": PIN.index(pin),
                 "weights": WEIGHTS.index(weights),
+                "cache_prefetch": CACHE_PREFETCH.index(cache_prefetch),
             },
         )
         out = c.new("pds_engine **")

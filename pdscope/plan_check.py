@@ -37,6 +37,7 @@ from pdscope.schema import FORMAT_VERSION, check_full
 _EDITED = "the plan was edited, or made by another PDScope; recompile the model"
 _MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF file
 _HASH = r'\.plan_hash = "([^"]*)"'
+_PREDICTORS = {"PDS_PREDICT_CROSS_GATE": "cross_gate"}
 _RECORDS = {"PDS_F32": "fp32", "PDS_BF16": "bf16", "PDS_I8": "int8", "PDS_I4": "int4"}
 
 
@@ -119,13 +120,16 @@ def _source(plan: Plan) -> Iterator[str]:
         if not (found := re.search(pattern, source)):
             raise PlanError(f"src/plan.c: has no {name}: {_EDITED}")
         yield from _compare(plan, name, value(found[1]), "src/plan.c")
+    predicts = re.search(r"\.predictor = \{ (\w+),", source)
+    kind = _PREDICTORS.get(predicts[1], predicts[1]) if predicts else "none"
+    yield from _compare(plan, "predictor", kind, "src/plan.c")
 
 
 def _derived(plan: Plan) -> Iterator[str]:
     """Everything that follows from the graph, the dtype and the limits, computed again."""
     data = plan.data
     graph = parse_graph(plan.read_text("graph.txt"))
-    model = Lower(data["dtype"], data["max_context"]).run(graph)
+    model = Lower(data["dtype"], data["max_context"], data["predictor"]).run(graph)
     memory = PlanMemory(data["max_rows"]).run(model)
     memory = memory.with_programs(len(plan.read_bytes("program.bin")))
     for name, value in _expected(plan, model, memory).items():

@@ -41,6 +41,10 @@ class SessionStats:
     kv_blocks: int
     kv_blocks_used: int
     session_bytes: int
+    experts_predicted: int  # by layers for the next one, while cache prefetch was on
+    experts_hit: int  # of them, activated
+    prefetch_bytes: int  # pulled into the last-level cache
+    prefetch_useful_bytes: int  # of them, of activated experts
 
 
 class Session(SessionCore):

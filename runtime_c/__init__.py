@@ -27,6 +27,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/verify.c",
     "src/kv.c",
     "src/trace.c",
+    "src/llc.c",
     "src/exec.c",
     "src/engine.c",
     "src/session.c",
@@ -38,6 +39,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/ops_dense.c",
     "src/ops_attention.c",
     "src/ops_moe.c",
+    "src/ops_predict.c",
 )
 
 

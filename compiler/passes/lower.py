@@ -25,6 +25,7 @@ from pdscope.compiler.lowered import (
     Layer,
     LoweredModel,
     Mlp,
+    Predictor,
     Rows,
     Tensor,
     WeightFile,
@@ -51,14 +52,16 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class Lower:
-    """Options of the pass: the plan's dtype and the longest context it serves."""
+    """Options of the pass: the plan's dtype, the longest context it serves, and what predicts
+    experts of the next layer."""
 
     dtype: str  # "fp32" | "bf16" | "int8" | "int4"
     max_context: int
+    predictor: str = "cross_gate"  # | "none"
 
     def run(self, graph: Graph) -> LoweredModel:
         """Raises ModelError where the graph is no decoder that the instruction set can express."""
-        return _place(_Matcher(graph, self).model())
+        return _predict(_place(_Matcher(graph, self).model()), self.predictor)
 
 
 class _Matcher:
@@ -372,6 +375,22 @@ def _silu(node: Node, activation: str) -> None:
         raise ModelError(
             f"{_at(node)}: activation '{activation}' is not supported; expected 'silu'"
         )
+
+
+# --- predictors ---
+
+
+def _predict(model: LoweredModel, kind: str) -> LoweredModel:
+    """Every layer with experts, but the last, predicts those of the next one."""
+    if kind == "none":
+        return model
+    moe = [i for i, layer in enumerate(model.layers) if layer.is_moe]
+    targets = dict(zip(moe, moe[1:], strict=False))
+    layers = [
+        replace(layer, predictor=Predictor(kind, targets[i])) if i in targets else layer
+        for i, layer in enumerate(model.layers)
+    ]
+    return replace(model, layers=tuple(layers))
 
 
 # --- places ---

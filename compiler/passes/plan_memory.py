@@ -27,13 +27,13 @@ from pdscope.compiler.passmanager import Workspace
 GRAIN = 65536
 ENGINE_HEADER = 16384
 SESSION_HEADER = 8192
-POOL_BYTES = 1024
+POOL_BYTES = 2048
 WORKER_BYTES = 256
 STACK_BYTES = 1114112
 HUGE = 2 << 20
 FILE_GRAIN = 4096
 
-BATCH_ROWS = 16  # steps of at most this many rows split attention over the context
+BATCH_ROWS = 16  # steps of at most this many rows split attention over the context, and predict
 KV_SPLIT = 512  # context tokens of one split
 LOGITS_BYTES = 64 << 20  # aim for the logits buffer
 HOLE_BYTES = 16  # struct pds_hole of step.h
@@ -202,6 +202,9 @@ def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
     shared = [x.shared.inter for x in model.layers if x.shared]
     dense = [x.dense.inter for x in model.layers if x.dense]
 
+    predicts = any(x.predictor for x in model.layers)
+    ahead = few if predicts else 0
+
     def most(values: list[int], unit: int = 1) -> int:
         return max((ceil_to(v, unit) for v in values), default=0)
 
@@ -233,6 +236,10 @@ def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
         Buffer("SHARED_OUT", 4 * rows * hidden if shared else 0),
         Buffer("LOGITS", 4 * logits * model.vocab),
         Buffer("XQ", _quantised(model, rows)),
+        Buffer("PREDICT", 4 * ahead * ceil_to(experts, PANEL)),
+        Buffer("PREDICT_ID", 4 * ahead * top_k),
+        Buffer("PREDICT_W", 4 * ahead * top_k),
+        Buffer("LLC_HOLES", 4 * experts if predicts else 0),
     ]
 
 

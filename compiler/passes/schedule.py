@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pdscope.compiler.lowered import Layer, LoweredModel
 from pdscope.compiler.passmanager import Workspace
 from pdscope.ir.encode import encode
+from pdscope.ir.graph import GateAttrs
 from pdscope.ir.isa import PHASE_ROWS, HoleKind, Kind, NormSite, Opcode, Phase, Queue
 from pdscope.ir.program import Event, Hole, HoleRef, Instr, Out, Program, worst_case_experts
 from pdscope.ir.text import print_program
 from pdscope.ir.verify import verify, verify_sequence
 
 HID = "hid"
+MOST_AHEAD = 64  # experts whose blocks are prefetched (PDS_AHEAD_RANGES of runtime_c/src/pool.h)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,10 @@ class Schedule:
     def _phase(self, phase: Phase, first: int, last: int) -> list[Program]:
         embed = Instr(Opcode.EMBED, Queue.CPU)
         prologue = Program(Kind.PROLOGUE, phase, first, last, (embed,), outs=(Out(HID, 0),))
-        layers = [_layer(i, layer, phase, first, last) for i, layer in enumerate(self.model.layers)]
+        layers = [
+            _layer(i, layer, self._target(layer, phase), phase, first, last)
+            for i, layer in enumerate(self.model.layers)
+        ]
         head = (
             Instr(Opcode.NORM, Queue.CPU, (HID,), site=NormSite.FINAL),
             Instr(Opcode.LM_HEAD, Queue.CPU, (0,)),
@@ -67,8 +72,20 @@ class Schedule:
         )
         return [prologue, *layers, epilogue]
 
+    def _target(self, layer: Layer, phase: Phase) -> GateAttrs | None:
+        """The gate of the layer whose experts `layer` predicts; in prefill, where every expert is
+        hot, it does not."""
+        if layer.predictor is None or phase is Phase.PREFILL:
+            return None
+        gate = self.model.layers[layer.predictor.target].gate
+        assert gate is not None
+        return gate.attrs
 
-def _layer(index: int, layer: Layer, phase: Phase, first: int, last: int) -> Program:
+
+def _layer(
+    index: int, layer: Layer, target: GateAttrs | None, phase: Phase, first: int, last: int
+) -> Program:
+    """`target`: the gate of the layer whose experts this one predicts."""
     instrs: list[Instr] = []
 
     def add(opcode: Opcode, *waits: Event, queue: Queue = Queue.CPU, **fields: object) -> int:
@@ -83,13 +100,25 @@ def _layer(index: int, layer: Layer, phase: Phase, first: int, last: int) -> Pro
         kind, experts, top_k = Kind.DENSE, 0, 0
     else:
         experts, top_k = layer.gate.attrs.experts, layer.gate.attrs.top_k
-        gate = add(Opcode.GATE, normed)
-        every = Hole(HoleKind.C, worst_case_experts(experts, top_k, last))
-        bound = add(Opcode.RECOMPILE, gate, queue=Queue.HOST, binds=(every,))
+        gate = add(Opcode.GATE, normed, predict=target is not None)
+        holes = [Hole(HoleKind.C, worst_case_experts(experts, top_k, last))]
+        if target is not None:
+            predicted = worst_case_experts(target.experts, target.top_k, last)
+            holes.append(Hole(HoleKind.P, min(predicted, MOST_AHEAD)))
+        bound = add(Opcode.RECOMPILE, gate, queue=Queue.HOST, binds=tuple(holes))
         ready: list[Event] = []
         if layer.shared is not None:
             ready.append(add(Opcode.SHARED_EXPERT, normed))
-        ready.append(add(Opcode.EXPERT, bound, hole=HoleRef(HoleKind.C)))
+        computed = add(Opcode.EXPERT, bound, hole=HoleRef(HoleKind.C))
+        ready.append(computed)
+        if target is not None:  # behind the experts, which need the memory's bandwidth now
+            add(
+                Opcode.PREFETCH,
+                computed,
+                queue=Queue.AUX,
+                hole=HoleRef(HoleKind.P),
+                llc=True,
+            )
         done = add(Opcode.COMBINE, *ready)
         kind = Kind.MOE
     return Program(

@@ -121,7 +121,8 @@ def command(name: str) -> Callable[[Callable[..., Any]], Command]:
 
 
 def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say what of the machine an engine uses: threads, isa, pin, weights."""
+    """The options that say what of the machine an engine uses: threads, isa, pin, weights,
+    cache prefetch."""
     for option in reversed(
         (
             click.option(
@@ -146,6 +147,12 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 type=click.Choice(("auto", "mmap", "copy")),
                 help="copy: read to huge pages at load. mmap: the page cache. Default: "
                 "PDSCOPE_WEIGHTS, or auto: copy if the memory is there with room to spare.",
+            ),
+            click.option(
+                "--cache-prefetch",
+                type=click.Choice(("auto", "on", "off")),
+                help="Prefetch predicted experts into the CPU's cache. Default: "
+                "PDSCOPE_CACHE_PREFETCH, or auto: if it gains.",
             ),
         )
     ):

@@ -114,6 +114,7 @@ def main(
     tokens: int,
     pin: str | None,
     weights: str | None,
+    cache_prefetch: str | None,
     as_json: bool,
 ) -> None:
     """Measure the speed of a plan in tokens a second, or its perplexity on a text.
@@ -153,7 +154,14 @@ def main(
                 f"{flag} {n}: the plan's context is {opened.max_context} tokens: measure fewer, or "
                 "recompile with a larger --max-context"
             )
-    with load(opened, threads=threads, isa=isa, pin=pin, weights=weights) as engine:
+    with load(
+        opened,
+        threads=threads,
+        isa=isa,
+        pin=pin,
+        weights=weights,
+        cache_prefetch=cache_prefetch,
+    ) as engine:
         results = [_measure(engine, kind, n, repetitions, not no_warmup) for kind, n in tests]
         report = [_report(engine, result) for result in results]
         click.echo(json.dumps(report, indent=2) if as_json else _markdown(engine, results))
@@ -249,6 +257,7 @@ def _report(engine: "Engine", result: Result) -> dict[str, Any]:
         "isa": engine.info.isa,
         "threads": engine.info.threads,
         "placement": engine.info.placement(),
+        "cache_prefetch": engine.cache_prefetch(),
         "plan_hash": engine.plan.plan_hash,
     }
 

@@ -56,6 +56,14 @@ if TYPE_CHECKING:
     help="CPU to build for: native (this one), any (all kernel paths of this architecture, chosen "
     "at load), a name (x86_64_v3, zen4, sapphirerapids, ...) or features (avx2,fma,f16c).",
 )
+@click.option(
+    "--cache-prefetch",
+    type=click.Choice(["on", "off"]),
+    default="on",
+    show_default=True,
+    help="Programs that predict the next layer's experts and prefetch them into the CPU's cache. "
+    "Whether a run does so is measured there.",
+)
 @click.option("--check-weights", is_flag=True, help="Refuse weights that hold NaN or infinity.")
 @click.option(
     "--dry-run", is_flag=True, help="Trace, schedule and print the memory table; write nothing."

@@ -111,6 +111,7 @@ def main(
     isa: str | None,
     pin: str | None,
     weights: str | None,
+    cache_prefetch: str | None,
     trace_file: Path | None,
     verify: bool,
     **options: Any,
@@ -148,7 +149,15 @@ def main(
     for stop in options["stop"]:
         checked_text("--stop", stop)
     begin = time.perf_counter()
-    engine = load(plan, threads=threads, isa=isa, pin=pin, weights=weights, verify=verify)
+    engine = load(
+        plan,
+        threads=threads,
+        isa=isa,
+        pin=pin,
+        weights=weights,
+        cache_prefetch=cache_prefetch,
+        verify=verify,
+    )
     load_seconds = time.perf_counter() - begin
     with engine:
         _say_loaded(engine, load_seconds)
@@ -274,6 +283,7 @@ def _print_json(engine: "Engine", completion: "Completion", load_seconds: float)
         "isa": engine.info.isa,
         "threads": engine.info.threads,
         "placement": engine.info.placement(),
+        "cache_prefetch": engine.cache_prefetch(),
     }
     click.echo(json.dumps(report, indent=2, ensure_ascii=False))
 

@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define PDS_ABI_VERSION 2
+#define PDS_ABI_VERSION 3
 
 /* clang-format off */
 #ifndef PDS_CDEF
@@ -63,6 +63,7 @@ typedef struct pds_session pds_session;
 
 enum { PDS_PIN_AUTO = 0, PDS_PIN_ON = 1, PDS_PIN_OFF = 2 };
 enum { PDS_WEIGHTS_AUTO = 0, PDS_WEIGHTS_MMAP = 1, PDS_WEIGHTS_COPY = 2 };
+enum { PDS_CACHE_PREFETCH_AUTO = 0, PDS_CACHE_PREFETCH_ON = 1, PDS_CACHE_PREFETCH_OFF = 2 };
 
 typedef struct pds_engine_options {
   const char *plan_dir; /* directory that holds program.bin and weights/ */
@@ -70,6 +71,7 @@ typedef struct pds_engine_options {
   int32_t threads;      /* workers, the caller of pds_step included; 0: one per usable physical core */
   int32_t pin;          /* PDS_PIN_ON: each worker stays on one core, and so does the caller of pds_step within it */
   int32_t weights;      /* PDS_WEIGHTS_MMAP: page cache; PDS_WEIGHTS_COPY: huge pages; PDS_WEIGHTS_AUTO: copied if memory allows */
+  int32_t cache_prefetch; /* PDS_CACHE_PREFETCH_AUTO: where steps are measured to gain by it */
 } pds_engine_options;
 
 typedef struct pds_engine_info {
@@ -96,6 +98,15 @@ typedef struct pds_engine_info {
   const char *isa;        /* kernel path in use; lives as long as the library */
   const char *plan_hash;
 } pds_engine_info;
+
+/* Cache prefetch of an engine, in steps of one row [0] and of 2 to 16 [1]. */
+typedef struct pds_cache_prefetch_info {
+  int32_t asked;       /* PDS_CACHE_PREFETCH_*, of the options */
+  int32_t state[2];    /* what steps do; PDS_CACHE_PREFETCH_AUTO: it is being measured, or will be */
+  uint32_t trials[2];  /* measurements finished */
+  float gain[2];       /* percent more steps a second with it, by the last of them */
+  const char *why;     /* what decided so; lives as long as the library */
+} pds_cache_prefetch_info;
 
 typedef struct pds_session_options {
   uint32_t max_seqs;  /* sequence ids run from 0 to max_seqs - 1; 0: 1 */
@@ -128,6 +139,10 @@ typedef struct pds_session_stats {
   uint32_t kv_blocks;        /* capacity */
   uint32_t kv_blocks_used;
   uint64_t session_bytes;    /* anonymous memory of the session */
+  uint64_t experts_predicted;  /* of the layer after, by layers that predict, while cache prefetch was on */
+  uint64_t experts_hit;        /* of them, activated */
+  uint64_t prefetch_bytes;     /* pulled into the last-level cache */
+  uint64_t prefetch_useful_bytes; /* of them, of activated experts */
 } pds_session_stats;
 
 /* One executed instruction. Times are CLOCK_MONOTONIC nanoseconds. Instructions that ran as one
@@ -173,6 +188,7 @@ typedef struct pds_sampler {
 pds_status pds_engine_create(const pds_engine_options *options, pds_engine **out_engine); /* maps weights, verifies programs, starts workers */
 void pds_engine_destroy(pds_engine *engine); /* every session must be destroyed before */
 pds_status pds_engine_get_info(const pds_engine *engine, pds_engine_info *out_info);
+pds_status pds_engine_get_cache_prefetch(const pds_engine *engine, pds_cache_prefetch_info *out_info);
 
 /* --- session: owns KV and scratch; one pds_step at a time, else PDS_ERR_BUSY --- */
 pds_status pds_session_create(pds_engine *engine, const pds_session_options *options, pds_session **out_session);

@@ -141,18 +141,34 @@ const char *pds_cpu_missing(const char *names, size_t *out_length) {
   return NULL;
 }
 
+/* Data cache of a level, by CPUID leaf 4 (Intel SDM vol. 2A); 0 if it does not say. */
+static uint64_t cpuid_cache_bytes(uint32_t level) {
+#if defined(__x86_64__)
+  for (uint32_t i = 0; i < 8; i++) {
+    uint32_t a, b, c, d;
+    if (!__get_cpuid_count(4, i, &a, &b, &c, &d) || (a & 31) == 0) break;
+    if ((a >> 5 & 7) != level || (a & 31) == 2) continue; /* another level, or instructions */
+    return ((uint64_t)(b >> 22) + 1) * ((b >> 12 & 1023) + 1) * ((b & 4095) + 1) *
+           ((uint64_t)c + 1);
+  }
+#endif
+  (void)level;
+  return 0;
+}
+
 uint32_t pds_cpu_l2_bytes(void) {
   long bytes = 0;
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
 #endif
-#if defined(__x86_64__)
-  for (uint32_t i = 0; bytes <= 0 && i < 8; i++) { /* Intel SDM vol. 2A, CPUID leaf 4 */
-    uint32_t a, b, c, d;
-    if (!__get_cpuid_count(4, i, &a, &b, &c, &d) || (a & 31) == 0) break;
-    if ((a >> 5 & 7) != 2 || (a & 31) == 2) continue; /* another level, or instructions */
-    bytes = (long)((b >> 22) + 1) * ((b >> 12 & 1023) + 1) * ((b & 4095) + 1) * ((long)c + 1);
-  }
-#endif
+  if (bytes <= 0) bytes = (long)cpuid_cache_bytes(2);
   return bytes > 0 && bytes <= 64 * 1024 * 1024 ? (uint32_t)bytes : 0;
+}
+
+uint64_t pds_cpu_l3_bytes(void) {
+  long bytes = 0;
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+  return bytes > 0 ? (uint64_t)bytes : cpuid_cache_bytes(3);
 }

@@ -19,8 +19,10 @@ bool pds_cpu_has(const char *name, size_t length);
 /* First of the space-separated `features` that is absent, or NULL; *out_length is its length. */
 const char *pds_cpu_missing(const char *features, size_t *out_length);
 
-/* The second-level cache of a core, in bytes; 0 if nobody says. */
+/* The second-level cache of a core, and the third-level one that cores share, in bytes; 0 if nobody
+ * says. */
 uint32_t pds_cpu_l2_bytes(void);
+uint64_t pds_cpu_l3_bytes(void);
 
 /* Results must not depend on the caller's flush-to-zero and rounding modes: the step and every
  * worker run under the default ones. Returns what pds_fp_restore() takes back. */

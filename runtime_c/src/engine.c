@@ -41,6 +41,20 @@ static pds_status check_tensor(const pds_plan *plan, const pds_tensor *t, uint32
                   (int)layer, name);
 }
 
+static pds_status check_predictor(const pds_plan *plan, uint32_t index) {
+  const pds_predictor *p = &plan->layers[index].predictor;
+  if (p->kind == PDS_PREDICT_NONE) return PDS_OK;
+  bool good = p->kind == PDS_PREDICT_CROSS_GATE && p->target > index && p->target < plan->n_layers;
+  for (uint32_t i = index + 1; good && i <= p->target; i++)
+    good = (plan->layers[i].moe != 0) == (i == p->target);
+  if (good) return PDS_OK;
+  return pds_fail(
+      PDS_ERR_PLAN_FORMAT,
+      "layer %u: predictor of kind %u for layer %u: expected kind 1, and the next layer "
+      "with experts; compile the plan again",
+      index, p->kind, p->target);
+}
+
 static pds_status check_layer(const pds_plan *plan, uint32_t index) {
   const pds_layer *l = &plan->layers[index];
   const struct {
@@ -69,7 +83,7 @@ static pds_status check_layer(const pds_plan *plan, uint32_t index) {
   };
   for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++)
     PDS_RETURN_IF_ERROR(check_tensor(plan, tensors[i].tensor, index, tensors[i].name));
-  return PDS_OK;
+  return check_predictor(plan, index);
 }
 
 static pds_status check_plan(const pds_plan *plan) {
@@ -166,6 +180,10 @@ static pds_status check_options(const pds_engine_options *options) {
   if (options->weights < PDS_WEIGHTS_AUTO || options->weights > PDS_WEIGHTS_COPY)
     return pds_fail(PDS_ERR_ARGUMENT, "weights %d: expected 0 (auto), 1 (mmap) or 2 (copy)",
                     options->weights);
+  if (options->cache_prefetch < PDS_CACHE_PREFETCH_AUTO ||
+      options->cache_prefetch > PDS_CACHE_PREFETCH_OFF)
+    return pds_fail(PDS_ERR_ARGUMENT, "cache_prefetch %d: expected 0 (auto), 1 (on) or 2 (off)",
+                    options->cache_prefetch);
   return PDS_OK;
 }
 
@@ -195,6 +213,7 @@ pds_status pds_engine_create(const pds_engine_options *options, pds_engine **out
   engine->cores = host.cores;
   engine->nodes = host.nodes;
   engine->l2_bytes = pds_cpu_l2_bytes();
+  pds_llc_init(&engine->llc, options->cache_prefetch, plan, threads, pds_cpu_l3_bytes());
   engine->pid = getpid();
   engine->refs = 1;
   pds_status status = start(engine, &at, &host, options);
@@ -247,5 +266,18 @@ pds_status pds_engine_get_info(const pds_engine *engine, pds_engine_info *out_in
                                 .cpus_why = engine->cpus_why,
                                 .isa = engine->path->name,
                                 .plan_hash = plan->plan_hash};
+  return PDS_OK;
+}
+
+pds_status pds_engine_get_cache_prefetch(const pds_engine *engine,
+                                         pds_cache_prefetch_info *out_info) {
+  if (!engine || !out_info) return pds_fail(PDS_ERR_ARGUMENT, "cache prefetch: a null pointer");
+  *out_info = (pds_cache_prefetch_info){.asked = engine->llc.asked, .why = engine->llc.why};
+  for (int i = 0; i < 2; i++) {
+    const pds_llc_trial *t = &engine->llc.trial[i];
+    out_info->state[i] = atomic_load_explicit(&t->state, memory_order_relaxed);
+    out_info->trials[i] = atomic_load_explicit(&t->trials, memory_order_relaxed);
+    out_info->gain[i] = (float)atomic_load_explicit(&t->gain, memory_order_relaxed) / 100;
+  }
   return PDS_OK;
 }

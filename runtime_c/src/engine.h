@@ -8,6 +8,7 @@
 
 #include "dispatch.h"
 #include "kv.h"
+#include "llc.h"
 #include "memory.h"
 #include "plan_desc.h"
 #include "pool.h"
@@ -25,6 +26,7 @@ struct pds_engine {
   pds_weights weights;
   uint64_t bytes;
   uint32_t threads, cores, nodes;
+  pds_llc llc;
   uint32_t l2_bytes;              /* second-level cache of a core; 0: unknown */
   char cpus[5 * PDS_MAX_THREADS]; /* "0,2,4": for each worker the first CPU of its core; "": free */
   char cpus_why[96];
@@ -44,9 +46,11 @@ struct pds_session {
   pds_tap_fn tap;
   void *tap_user;
   pds_trace trace;
+  pds_llc_list llc; /* of the running step */
   /* Read by pds_session_get_stats while a step runs. */
   _Atomic uint64_t steps, rows, step_ns, expert_rows, experts_activated, weight_bytes;
   _Atomic uint32_t blocks_used;
+  pds_llc_counts llc_counts;
 };
 _Static_assert(sizeof(struct pds_session) <= PDS_SESSION_HEADER, "PDS_SESSION_HEADER");
 

@@ -33,6 +33,14 @@ static uint64_t attention_bytes(const pds_attention *a) {
          all_bytes(&a->o_proj) + all_bytes(&a->o_bias);
 }
 
+static uint64_t gate_bytes(const pds_gate *gate) {
+  return all_bytes(&gate->weight) + all_bytes(&gate->bias);
+}
+
+static uint64_t predict_bytes(const exec *e, const pds_layer *layer) {
+  return e->ctx->predicts ? gate_bytes(&e->ctx->plan->layers[layer->predictor.target].gate) : 0;
+}
+
 /* Weight bytes that the instruction reads, given the holes bound so far. */
 static uint64_t weight_bytes(const exec *e, const pds_instr *in, uint32_t experts) {
   const pds_plan *plan = e->ctx->plan;
@@ -42,7 +50,9 @@ static uint64_t weight_bytes(const exec *e, const pds_instr *in, uint32_t expert
     return pds_tensor_bytes(&plan->embed) / (plan->vocab ? plan->vocab : 1) * e->ctx->rows;
   case PDS_OP_NORM: return (uint64_t)plan->hidden * 4;
   case PDS_OP_ATTENTION: return attention_bytes(&layer->attn);
-  case PDS_OP_GATE: return all_bytes(&layer->gate.weight) + all_bytes(&layer->gate.bias);
+  case PDS_OP_GATE:
+    return gate_bytes(&layer->gate) + (in->flags & PDS_INSTR_PREDICT ? predict_bytes(e, layer) : 0);
+  case PDS_OP_PREDICT: return predict_bytes(e, layer);
   case PDS_OP_EXPERT: return experts * mlp_bytes(&layer->experts);
   case PDS_OP_SHARED_EXPERT: return mlp_bytes(&layer->shared);
   case PDS_OP_MLP: return mlp_bytes(&layer->dense);
@@ -74,8 +84,24 @@ static pds_status compute(exec *e, const pds_instr *in, uint32_t *out_experts) {
   case PDS_OP_NORM: pds_op_norm(ctx, layer, (pds_norm_site)in->arg); return PDS_OK;
   case PDS_OP_ATTENTION: pds_op_attention(ctx, layer); return PDS_OK;
   case PDS_OP_MLP: pds_op_mlp(ctx, layer); return PDS_OK;
-  case PDS_OP_GATE: pds_op_gate(ctx, layer); return PDS_OK;
-  case PDS_OP_RECOMPILE: pds_op_recompile(ctx, layer); return PDS_OK;
+  case PDS_OP_GATE:
+    if (ctx->predicts && in->flags & PDS_INSTR_PREDICT)
+      pds_op_gate_and_predict(ctx, layer);
+    else
+      pds_op_gate(ctx, layer);
+    return PDS_OK;
+  case PDS_OP_PREDICT:
+    if (ctx->predicts) pds_op_predict(ctx, layer);
+    return PDS_OK;
+  case PDS_OP_RECOMPILE:
+    pds_op_recompile(ctx, layer);
+    pds_llc_settle(&e->session->llc, &e->session->llc_counts, ctx, layer);
+    if (ctx->predicts && in->hole_cap[PDS_HOLE_P])
+      pds_op_bind_llc(ctx, layer, in->hole_cap[PDS_HOLE_P]);
+    return PDS_OK;
+  case PDS_OP_PREFETCH:
+    *out_experts = pds_llc_prefetch(&e->session->engine->llc, &e->session->llc, ctx, layer);
+    return PDS_OK;
   case PDS_OP_SHARED_EXPERT: pds_op_shared_expert(ctx, layer); return PDS_OK;
   case PDS_OP_EXPERT:
     *out_experts = holes_of(e, in, &holes);
@@ -212,7 +238,7 @@ static pds_status run_pair(exec *e, const pds_instr *in, uint32_t index) {
 static pds_status run_program(pds_session *session, pds_step_ctx *ctx, const pds_program *program) {
   exec e = {.session = session, .ctx = ctx, .program = program};
   const pds_instr *instrs = pds_program_instrs(&session->engine->programs, program);
-  ctx->n_cpu_holes = 0;
+  ctx->n_cpu_holes = ctx->n_llc_holes = 0;
   for (uint32_t i = 0; i < program->n_instrs; i++) {
     if (i + 1 < program->n_instrs && is_pair(&instrs[i], i)) {
       PDS_RETURN_IF_ERROR(run_pair(&e, &instrs[i], i));
@@ -229,6 +255,7 @@ pds_status pds_exec_step(pds_session *session, pds_step_ctx *ctx) {
   int32_t phase = pds_programs_phase(programs, ctx->rows);
   if (phase < 0)
     return pds_fail(PDS_ERR_BATCH, "the plan has no programs for a step of %u rows", ctx->rows);
+  session->llc.predicted = 0; /* a step that failed may have left a list */
   pds_op_rope_table(ctx);
   PDS_RETURN_IF_ERROR(run_program(session, ctx, pds_programs_prologue(programs, (uint32_t)phase)));
   for (uint32_t layer = 0; layer < ctx->plan->n_layers; layer++)

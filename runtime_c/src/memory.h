@@ -35,7 +35,7 @@
 #define PDS_FILE_GRAIN 4096u     /* alignment of experts within a file */
 #define PDS_ENGINE_HEADER 16384u /* struct pds_engine, checked by a static assertion */
 #define PDS_SESSION_HEADER 8192u /* struct pds_session */
-#define PDS_POOL_BYTES 1024u     /* struct pds_pool */
+#define PDS_POOL_BYTES 2048u     /* struct pds_pool */
 #define PDS_WORKER_BYTES 256u    /* one worker's control block */
 #define PDS_STACK_GUARD 65536u   /* without access, at a stack's low end */
 #if defined(__SANITIZE_THREAD__)

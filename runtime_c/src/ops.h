@@ -52,6 +52,9 @@ pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x,
  * stride and x_step there. */
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job);
 
+/* Two that do not depend on each other, as one parallel job. */
+void pds_run_gemms_together(pds_step_ctx *ctx, pds_gemm_job *a, pds_gemm_job *b);
+
 /* The same in parts, for jobs that run together. The first: n jobs, 1 or 2; two that read the same
  * rows have x_rows in common. Returns the bytes of PDS_BUF_XQ taken. */
 size_t pds_quantise_x(pds_step_ctx *ctx, pds_gemm_job *const *jobs, uint32_t n);
@@ -87,8 +90,24 @@ pds_mlp_job pds_shared_of(pds_step_ctx *ctx, uint32_t layer);
 /* All of n MLPs, 1 or 2, as one parallel job. */
 void pds_run_mlps(pds_step_ctx *ctx, pds_mlp_job *mlps, uint32_t n);
 
+/* The gate's GEMM on XN: logits to `scores` [rows, ceil16(experts)]. */
+pds_gemm_job pds_gate_of(pds_step_ctx *ctx, const pds_gate *gate, float *scores);
+/* Routing of one row by the gate's rule: logits [experts], which become scores, to its top_k
+ * experts, best first, and their weights. */
+void pds_route(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, float *scores, int32_t *id,
+               float *weight);
+/* The same for `row` of the step, from GATE to ROUTE_ID and ROUTE_W. */
+void pds_route_row(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, uint32_t row);
+
+/* torch's order: NaN is the greatest value. */
+static inline int pds_above(float a, float b) {
+  return a > b || (a == a) < (b == b);
+}
+
 /* Bytes of PDS_BUF_XQ that the plan's GEMMs need at least. */
 size_t pds_quant_need(const pds_plan *plan);
+
+enum { PDS_FEW_ROWS = 4 }; /* whose routing or combining is less work than waking workers */
 
 /* Runs fn over `items` in the caller if there are few, else as a parallel job. */
 void pds_run_rows(pds_step_ctx *ctx, pds_job_fn fn, void *arg, uint32_t items, uint32_t few);

@@ -189,6 +189,28 @@ void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job) {
   pds_run_rows(ctx, run_item, job, pds_cut_gemms(ctx, job, 1), 1);
 }
 
+typedef struct joint_job {
+  pds_gemm_job *first, *second;
+  uint32_t items; /* of first */
+} joint_job;
+
+static void run_joint_item(void *arg, uint32_t item, uint32_t worker) {
+  (void)worker;
+  const joint_job *job = arg;
+  if (item < job->items) {
+    pds_run_gemm_item(job->first, item);
+  } else {
+    pds_run_gemm_item(job->second, item - job->items);
+  }
+}
+
+void pds_run_gemms_together(pds_step_ctx *ctx, pds_gemm_job *a, pds_gemm_job *b) {
+  pds_gemm_job *const both[] = {a, b};
+  pds_quantise_x(ctx, both, 2);
+  joint_job job = {.first = a, .second = b, .items = pds_cut_gemms(ctx, a, 0)};
+  pds_run_rows(ctx, run_joint_item, &job, job.items + pds_cut_gemms(ctx, b, 1), 1);
+}
+
 void pds_run_rows(pds_step_ctx *ctx, pds_job_fn fn, void *arg, uint32_t items, uint32_t few) {
   if (items > few) {
     pds_pool_run(ctx->pool, fn, arg, items);

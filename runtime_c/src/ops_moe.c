@@ -5,25 +5,18 @@
 
 #include "ops.h"
 
-enum { FEW_ROWS = 4 };
-
 typedef struct layer_job {
   pds_step_ctx *ctx;
   const pds_layer *layer;
   int shared;
 } layer_job;
 
-/* torch's order: NaN is the greatest value. */
-static int above(float a, float b) {
-  return a > b || (isnan(a) && !isnan(b));
-}
-
 /* Index of the greatest of x[0..n) that is not used; the lowest index wins a tie. One at least
  * must be unused. */
 static uint32_t best_unused(const float *x, const uint8_t *used, uint32_t n) {
   uint32_t best = n;
   for (uint32_t i = 0; i < n; i++) {
-    if (!used[i] && (best == n || above(x[i], x[best]))) best = i;
+    if (!used[i] && (best == n || pds_above(x[i], x[best]))) best = i;
   }
   return best;
 }
@@ -32,10 +25,10 @@ static uint32_t best_unused(const float *x, const uint8_t *used, uint32_t n) {
 static float group_score(const pds_gate *gate, const float *choice, uint32_t n) {
   float first = -INFINITY, second = -INFINITY;
   for (uint32_t i = 0; i < n; i++) {
-    if (above(choice[i], first)) {
+    if (pds_above(choice[i], first)) {
       second = first;
       first = choice[i];
-    } else if (above(choice[i], second)) {
+    } else if (pds_above(choice[i], second)) {
       second = choice[i];
     }
   }
@@ -60,18 +53,12 @@ static void mask_groups(const pds_gate *gate, float *scores, float *choice, floa
   }
 }
 
-/* Routing of one row from its logits: the rules of each family are in pds_gate (plan_desc.h). */
-static void route_row(void *arg, uint32_t row, uint32_t worker) {
-  const layer_job *job = arg;
-  pds_step_ctx *ctx = job->ctx;
-  const pds_gate *gate = &job->layer->gate;
+void pds_route(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, float *scores, int32_t *id,
+               float *weight) {
   const uint32_t n = gate->experts, k = gate->top_k;
   pds_attention_scratch *scratch = pds_worker_scratch(ctx, worker);
-  float *scores = (float *)pds_buf(ctx, PDS_BUF_GATE) + (size_t)row * pds_ceil(n, PDS_LANES);
   float *choice = scratch->scores[0], *groups = scratch->probs[0];
   uint8_t *used = (uint8_t *)(scratch->probs[PDS_TILE / 2]);
-  int32_t *id = (int32_t *)pds_buf(ctx, PDS_BUF_ROUTE_ID) + (size_t)row * k;
-  float *weight = (float *)pds_buf(ctx, PDS_BUF_ROUTE_W) + (size_t)row * k;
 
   if (gate->score == PDS_SIGMOID) {
     ctx->kernels->sigmoid(scores, n);
@@ -97,14 +84,29 @@ static void route_row(void *arg, uint32_t row, uint32_t worker) {
   }
 }
 
+void pds_route_row(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, uint32_t row) {
+  const uint32_t k = gate->top_k;
+  pds_route(ctx, gate, worker,
+            (float *)pds_buf(ctx, PDS_BUF_GATE) + (size_t)row * pds_ceil(gate->experts, PDS_LANES),
+            (int32_t *)pds_buf(ctx, PDS_BUF_ROUTE_ID) + (size_t)row * k,
+            (float *)pds_buf(ctx, PDS_BUF_ROUTE_W) + (size_t)row * k);
+}
+
+static void route_item(void *arg, uint32_t row, uint32_t worker) {
+  const layer_job *job = arg;
+  pds_route_row(job->ctx, &job->layer->gate, worker, row);
+}
+
+pds_gemm_job pds_gate_of(pds_step_ctx *ctx, const pds_gate *gate, float *scores) {
+  return pds_gemm_of(ctx, &gate->weight, pds_buf(ctx, PDS_BUF_XN), pds_ceil(ctx->plan->hidden, 32),
+                     scores, pds_ceil(gate->experts, PDS_LANES), ctx->rows, PDS_OUT_F32);
+}
+
 void pds_op_gate(pds_step_ctx *ctx, uint32_t layer) {
   layer_job job = {.ctx = ctx, .layer = &ctx->plan->layers[layer]};
-  const pds_gate *gate = &job.layer->gate;
-  pds_gemm_job gemm = pds_gemm_of(ctx, &gate->weight, pds_buf(ctx, PDS_BUF_XN),
-                                  pds_ceil(ctx->plan->hidden, 32), pds_buf(ctx, PDS_BUF_GATE),
-                                  pds_ceil(gate->experts, PDS_LANES), ctx->rows, PDS_OUT_F32);
+  pds_gemm_job gemm = pds_gate_of(ctx, &job.layer->gate, pds_buf(ctx, PDS_BUF_GATE));
   pds_run_gemms(ctx, &gemm);
-  pds_run_rows(ctx, route_row, &job, ctx->rows, FEW_ROWS);
+  pds_run_rows(ctx, route_item, &job, ctx->rows, PDS_FEW_ROWS);
 }
 
 /* Counting sort of all (row, rank) by expert, stable; then one hole for each expert that has
@@ -220,5 +222,5 @@ static void combine_row(void *arg, uint32_t row, uint32_t worker) {
 
 void pds_op_combine(pds_step_ctx *ctx, uint32_t layer, int shared) {
   layer_job job = {.ctx = ctx, .layer = &ctx->plan->layers[layer], .shared = shared};
-  pds_run_rows(ctx, combine_row, &job, ctx->rows, FEW_ROWS);
+  pds_run_rows(ctx, combine_row, &job, ctx->rows, PDS_FEW_ROWS);
 }

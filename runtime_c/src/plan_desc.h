@@ -95,6 +95,20 @@ typedef struct pds_mlp {
   pds_tensor gate_up, down;
 } pds_mlp;
 
+/* What `compute predict` does: from the gate's input at this layer, the experts that the next layer
+ * with experts will choose. */
+typedef enum pds_predictor_kind {
+  PDS_PREDICT_NONE = 0,
+  PDS_PREDICT_CROSS_GATE = 1, /* the target's gate (weight, bias, rule), on this layer's input */
+} pds_predictor_kind;
+
+enum { PDS_PREDICT_ROWS = 16 }; /* rows of the largest step that predicts */
+
+typedef struct pds_predictor {
+  uint8_t kind;    /* pds_predictor_kind */
+  uint32_t target; /* the layer whose experts it predicts: the next one with experts */
+} pds_predictor;
+
 typedef struct pds_layer {
   uint8_t moe; /* 0: dense */
   float attn_norm_eps, mlp_norm_eps;
@@ -104,6 +118,7 @@ typedef struct pds_layer {
   pds_mlp experts; /* moe */
   pds_mlp shared;  /* moe; inter 0: none */
   pds_mlp dense;   /* dense layers */
+  pds_predictor predictor;
 } pds_layer;
 
 /* Scratch buffers of a session: offsets come from compiler/passes/plan_memory.py, which is the one
@@ -141,6 +156,12 @@ typedef enum pds_buffer {
   PDS_BUF_LOGITS,     /* fp32 [L, vocab] */
   /* int8 and int4 plans: the rows that a GEMM reads, quantised; row bytes: pds_quant_bytes */
   PDS_BUF_XQ,
+  /* Plans with a predictor; P = min(R, PDS_PREDICT_ROWS).
+   * fp32 [P, ceil16(max experts)] logits of the target's experts, then scores */
+  PDS_BUF_PREDICT,
+  PDS_BUF_PREDICT_ID, /* i32  [P, max top_k] the target's experts that each row is to choose */
+  PDS_BUF_PREDICT_W,  /* fp32 [P, max top_k] and their weights */
+  PDS_BUF_LLC_HOLES,  /* i32  [max experts] ?p of the running layer, likeliest first */
   PDS_BUF_COUNT
 } pds_buffer;
 

@@ -3,7 +3,11 @@
  * A job is published as one 64-bit word, items << 32 | next item. A claim is one fetch_add on it,
  * whose result says by itself whether the claim is good (next < items), so a worker that wakes late
  * can neither run an item of a finished job nor hold up a new one: whoever holds a good claim keeps
- * that job's fn and ctx in place, as the job cannot end before the claim is done. */
+ * that job's fn and ctx in place, as the job cannot end before the claim is done.
+ *
+ * What is read ahead is claimed in the same way. But nobody waits for such a claim: its list may be
+ * replaced meanwhile, and the chunk then be one of the new list, or no memory of ours. Prefetch
+ * instructions may be given any address, so the list needs to be atomic word by word alone. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -46,6 +50,10 @@ struct pds_pool {
   pds_job_fn fn;
   void *ctx;
   _Alignas(64) _Atomic uint32_t done;
+  _Alignas(64) _Atomic uint64_t ahead; /* chunks << 32 | next chunk */
+  _Atomic uint32_t ahead_ranges;       /* never 0 once there was a list, */
+  _Atomic uint32_t ahead_slice;        /* nor these: chunks of a slice */
+  _Atomic uintptr_t ahead_at[PDS_AHEAD_RANGES];
 };
 
 _Static_assert(sizeof(struct pds_pool) <= PDS_POOL_BYTES, "PDS_POOL_BYTES");
@@ -96,6 +104,39 @@ void pds_pool_wait(const _Atomic uint32_t *left) {
   while (atomic_load_explicit(left, memory_order_acquire)) spin(&turns);
 }
 
+void pds_pool_read_ahead(pds_pool *pool, const pds_ahead *ahead) {
+  pds_pool_stop_ahead(pool);
+  for (uint32_t i = 0; i < ahead->ranges; i++)
+    atomic_store_explicit(&pool->ahead_at[i], (uintptr_t)ahead->at[i], memory_order_relaxed);
+  atomic_store_explicit(&pool->ahead_ranges, ahead->ranges, memory_order_relaxed);
+  atomic_store_explicit(&pool->ahead_slice, ahead->chunks, memory_order_relaxed);
+  const uint64_t chunks = (uint64_t)ahead->ranges * ahead->slices * ahead->chunks;
+  atomic_store_explicit(&pool->ahead, chunks << 32, memory_order_release);
+}
+
+uint32_t pds_pool_stop_ahead(pds_pool *pool) {
+  const uint64_t ahead = atomic_exchange_explicit(&pool->ahead, 0, memory_order_relaxed);
+  const uint32_t chunks = (uint32_t)(ahead >> 32), next = (uint32_t)ahead;
+  return next < chunks ? next : chunks;
+}
+
+/* Pulls in the next chunk. False if there is none. */
+static bool read_ahead(pds_pool *pool) {
+  enum { LINE = 64 };
+  uint64_t ahead = atomic_load_explicit(&pool->ahead, memory_order_relaxed);
+  if ((uint32_t)ahead >= ahead >> 32) return false;
+  ahead = atomic_fetch_add_explicit(&pool->ahead, 1, memory_order_acquire);
+  if ((uint32_t)ahead >= ahead >> 32) return false;
+  const uint32_t ranges = atomic_load_explicit(&pool->ahead_ranges, memory_order_relaxed);
+  const uint32_t slice = atomic_load_explicit(&pool->ahead_slice, memory_order_relaxed);
+  const uint32_t chunk = (uint32_t)ahead, of_slice = chunk % slice, nth = chunk / slice;
+  uintptr_t at = atomic_load_explicit(&pool->ahead_at[nth % ranges], memory_order_relaxed);
+  at += ((uintptr_t)(nth / ranges) * slice + of_slice) * PDS_AHEAD_CHUNK;
+  for (uint32_t i = 0; i < PDS_AHEAD_CHUNK; i += LINE)
+    __builtin_prefetch((const void *)(at + i), 0, 1); /* prefetcht2 */
+  return true;
+}
+
 static void *worker_main(void *argument) {
   worker *self = argument;
   pds_pool *pool = self->pool;
@@ -109,7 +150,7 @@ static void *worker_main(void *argument) {
     if (quit) return NULL;
     uint32_t turns = 0;
     while (atomic_load_explicit(&pool->open, memory_order_relaxed)) {
-      if (drain(pool, self->index))
+      if (drain(pool, self->index) || read_ahead(pool))
         turns = 0;
       else
         spin(&turns);
@@ -253,6 +294,7 @@ void pds_pool_open(pds_pool *pool) {
 }
 
 void pds_pool_close(pds_pool *pool) {
+  pds_pool_stop_ahead(pool);
   if (pool->moved) set_affinity(pthread_self(), &pool->callers);
   pthread_mutex_lock(&pool->mutex);
   atomic_store_explicit(&pool->open, false, memory_order_relaxed);

@@ -25,6 +25,20 @@ void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items);
 /* From an item: waits until another item of the job, claimed before, has made *left 0. */
 void pds_pool_wait(const _Atomic uint32_t *left);
 
+/* Reading ahead: workers with no item to run pull memory towards the last-level cache, chunk by
+ * chunk, and look for a job before each. It changes no result, and nobody waits for it. */
+enum { PDS_AHEAD_RANGES = 64, PDS_AHEAD_CHUNK = 4096 };
+typedef struct pds_ahead {
+  const void *at[PDS_AHEAD_RANGES]; /* ranges of memory, the most wanted first */
+  uint32_t ranges;
+  uint32_t slices, chunks; /* of each range: its first slice of all, then their second, ... */
+} pds_ahead;
+/* Replaces the list before. `ahead` is copied; each count is at least 1. By the caller of a step. */
+void pds_pool_read_ahead(pds_pool *pool, const pds_ahead *ahead);
+/* Drops the list; returns how many of its chunks, in that order, were begun. Closing a step does
+ * too. */
+uint32_t pds_pool_stop_ahead(pds_pool *pool);
+
 /* Starts threads - 1 workers in memory of the caller (memory.h): `pool` has PDS_POOL_BYTES,
  * `workers` threads * PDS_WORKER_BYTES, `stacks` (threads - 1) * PDS_STACK_BYTES; all zeroed. On
  * failure no thread is left. */

@@ -119,9 +119,12 @@ static pds_status run_step(pds_session *session, const pds_batch *batch, pds_log
                       .table_stride = kv->seq_blocks};
   ctx.cpu_holes = pds_buf(&ctx, PDS_BUF_HOLES);
   pds_pool_open(engine->pool);
+  ctx.predicts = pds_llc_begin(&engine->llc, batch->n);
   uint32_t fp = pds_fp_default();
+  const uint64_t ran = pds_now_ns(); /* behind the steps of others */
   pds_status status = pds_exec_step(session, &ctx);
   pds_fp_restore(fp);
+  if (status == PDS_OK) pds_llc_end(&engine->llc, batch->n, n_logits, pds_now_ns() - ran);
   pds_pool_close(engine->pool);
   if (status != PDS_OK) {
     pds_kv_rollback(kv, batch->n, batch->seq);
@@ -159,7 +162,11 @@ pds_status pds_session_get_stats(const pds_session *session, pds_session_stats *
                                    .weight_bytes = session->weight_bytes,
                                    .kv_blocks = session->kv.blocks,
                                    .kv_blocks_used = session->blocks_used,
-                                   .session_bytes = session->bytes};
+                                   .session_bytes = session->bytes,
+                                   .experts_predicted = session->llc_counts.predicted,
+                                   .experts_hit = session->llc_counts.hits,
+                                   .prefetch_bytes = session->llc_counts.bytes,
+                                   .prefetch_useful_bytes = session->llc_counts.useful_bytes};
   return PDS_OK;
 }
 

@@ -34,6 +34,9 @@ typedef struct pds_step_ctx {
   /* holes of the running layer, bound by recompile */
   pds_hole *cpu_holes; /* ?c: in PDS_BUF_HOLES */
   uint32_t n_cpu_holes;
+  /* cache prefetch (llc.h); without it predict, ?p and the prefetches retire at once */
+  uint32_t predicts;
+  uint32_t n_llc_holes; /* ?p: in PDS_BUF_LLC_HOLES */
 } pds_step_ctx;
 
 static inline void *pds_buf(const pds_step_ctx *ctx, pds_buffer b) {
@@ -62,6 +65,12 @@ void pds_op_attention(pds_step_ctx *ctx, uint32_t layer);
 /* dense layer: XACT -> HID += mlp */
 void pds_op_mlp(pds_step_ctx *ctx, uint32_t layer);
 void pds_op_gate(pds_step_ctx *ctx, uint32_t layer); /* XN -> ROUTE_ID, ROUTE_W */
+/* XN -> PREDICT_ID, PREDICT_W: which experts of the predictor's target each row will choose */
+void pds_op_predict(pds_step_ctx *ctx, uint32_t layer);
+void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer); /* as one job */
+/* PREDICT_ID, PREDICT_W -> LLC_HOLES: experts by the sum of their weights over the rows, the
+ * greatest first (equal ones: lowest id first), `capacity` at most */
+void pds_op_bind_llc(pds_step_ctx *ctx, uint32_t layer, uint32_t capacity);
 /* ROUTE_ID -> EXPERT_ROWS, cpu_holes (ascending expert id) */
 void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer);
 void pds_op_shared_expert(pds_step_ctx *ctx, uint32_t layer); /* XACT -> SHARED_OUT */

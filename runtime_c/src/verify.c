@@ -722,8 +722,9 @@ static int reads_cached(const pds_programs *set, const pds_program *q, const cha
   return 0;
 }
 
-/* q comes right after p. */
-static pds_status v12_follows(const pds_programs *set, const pds_program *p, const pds_program *q) {
+/* q comes right after p, in a phase that ends before `end`. */
+static pds_status v12_follows(const pds_programs *set, const pds_program *p, const pds_program *q,
+                              const pds_program *end) {
   for (uint32_t k = 0; k < q->n_ins; k++) {
     int found = 0;
     for (uint32_t j = 0; j < p->n_outs; j++) found |= p->outs[j] == q->ins[k];
@@ -732,10 +733,12 @@ static pds_status v12_follows(const pds_programs *set, const pds_program *p, con
   if (q->rows_min != p->rows_min || q->rows_max != p->rows_max || q->streams != p->streams)
     return FAIL12(q, "rows or streams differ from those of the program before");
   for (uint8_t h = PDS_HOLE_N; h <= PDS_HOLE_P; h++) {
-    uint32_t cap = capacity(set, p, h);
-    if (cap && (q->kind != PDS_KIND_MOE || cap > q->experts))
-      return FAIL12(p, "binds ?%c[%u], but the next program has %u experts", hole_letters[h], cap,
-                    q->experts);
+    const uint32_t cap = capacity(set, p, h);
+    const pds_program *to = q;
+    while (h == PDS_HOLE_P && to->kind == PDS_KIND_DENSE && to + 1 < end) to++;
+    if (cap && (to->kind != PDS_KIND_MOE || cap > to->experts))
+      return FAIL12(p, "binds ?%c[%u], but the layer they are for has %u experts", hole_letters[h],
+                    cap, to->experts);
   }
   for (uint32_t n = 0; n < p->n_instrs; n++) {
     const pds_instr *i = set->instrs + p->first_instr + n;
@@ -777,7 +780,7 @@ static pds_status v12_phase(const pds_programs *set, uint32_t first, uint32_t co
                                    : p->kind == PDS_KIND_DENSE || p->kind == PDS_KIND_MOE;
     if (!kind_ok || (!edge && p->layer != (int32_t)n - 1))
       return FAIL12(p, "out of order: expected prologue, layers from 0, epilogue of one phase");
-    if (n) PDS_RETURN_IF_ERROR(v12_follows(set, p - 1, p));
+    if (n) PDS_RETURN_IF_ERROR(v12_follows(set, p - 1, p, set->programs + first + count));
     for (uint32_t k = 0; k < p->n_slots; k++) {
       const pds_slot *s = set->slots + p->first_slot + k;
       if (s->kind == PDS_SLOT_RESIDENT) {
@@ -888,14 +891,15 @@ static pds_status matches_plan(const pds_programs *s, const pds_plan *plan) {
 }
 
 /* This runtime has no device: programs for one are right, but not for it. */
-static pds_status cpu_only(const pds_programs *s) {
+static pds_status cpu_only(const pds_programs *s, const pds_plan *plan) {
   for (uint32_t k = 0; k < s->n_programs; k++) {
     const pds_program *p = s->programs + k;
     char name[32];
     pds_program_name(p, name);
     for (uint32_t n = 0; n < p->n_instrs; n++) {
       const pds_instr *i = s->instrs + p->first_instr + n;
-      if (i->queue != PDS_QUEUE_HOST && i->queue != PDS_QUEUE_CPU)
+      const int llc = i->opcode == PDS_OP_PREFETCH && i->flags & PDS_INSTR_LLC;
+      if (i->queue != PDS_QUEUE_HOST && i->queue != PDS_QUEUE_CPU && !llc)
         return pds_fail(PDS_ERR_VERIFY,
                         "%s: @%u: queue %s needs a GPU plan; this library runs on "
                         "the CPU alone",
@@ -905,11 +909,22 @@ static pds_status cpu_only(const pds_programs *s) {
                         "%s: @%u: %s with token ids or a weight format of its own is "
                         "not supported by this library",
                         name, n, pds_opcode_name(i->opcode));
-      if (i->opcode == PDS_OP_PREDICT || i->flags & PDS_INSTR_PREDICT)
+      if (llc && (i->index != PDS_INDEX_ALL || i->tier != PDS_TIER_HOST))
         return pds_fail(PDS_ERR_VERIFY,
-                        "%s: @%u: predict is not supported: this library has no predictor of the "
-                        "next layer's experts, nor the prefetches that need one",
+                        "%s: @%u: prefetch -> llc of one entry or from another tier than host "
+                        "memory is not supported by this library; expected ?p[*]",
                         name, n);
+      if (i->opcode != PDS_OP_PREDICT && !(i->flags & PDS_INSTR_PREDICT)) continue;
+      if (plan->layers[p->layer].predictor.kind == PDS_PREDICT_NONE)
+        return pds_fail(
+            PDS_ERR_VERIFY,
+            "%s: @%u: predict: the plan has no predictor for layer %d; compile it again", name, n,
+            (int)p->layer);
+      if (p->rows_max > PDS_PREDICT_ROWS)
+        return pds_fail(PDS_ERR_VERIFY,
+                        "%s: @%u: predict in steps of up to %u rows is not supported by this "
+                        "library; expected at most %d",
+                        name, n, p->rows_max, PDS_PREDICT_ROWS);
     }
     if (p->streams != 1)
       return pds_fail(PDS_ERR_VERIFY, "%s: %u streams are not supported by this library", name,
@@ -924,5 +939,5 @@ pds_status pds_programs_verify(const pds_programs *programs, const pds_plan *pla
     PDS_RETURN_IF_ERROR(pds_program_verify_one(programs, k));
   PDS_RETURN_IF_ERROR(pds_programs_verify_sequence(programs));
   PDS_RETURN_IF_ERROR(matches_plan(programs, plan));
-  return cpu_only(programs);
+  return cpu_only(programs, plan);
 }

@@ -191,6 +191,67 @@ def test_gate_breaks_ties_by_index_and_survives_nan(path: str) -> None:
     assert np.isnan(step.rows("ROUTE_W", 5)[1]).all()
 
 
+# --- predictions ----------------------------------------------------------------------------
+
+
+def gates(path: str, experts: tuple[int, int], top_k: tuple[int, int], target: np.ndarray) -> Step:
+    """Two layers of gates, the first of which predicts the second, whose weight is `target`."""
+    model = Model("bf16", 40, layers=2)
+    for k, layer in enumerate((model.layers[0], model.layers[1])):
+        layer.moe = 1
+        layer.gate.experts, layer.gate.top_k, layer.gate.scaling = experts[k], top_k[k], 1.0
+        own = normal(3, experts[0], 40, scale=0.3)
+        model.matrix(layer.gate.weight, target if k else own, "f32")
+    model.layers[0].predictor.kind, model.layers[0].predictor.target = 1, 1
+    return Step(model, path, threads=2)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+@pytest.mark.parametrize("kind", ["random", "nan", "huge"])
+def test_predictions_change_no_routing(path: str, kind: str, rows: int) -> None:
+    """Whatever the predictor says, however wrong: the layer's own routing is bit for bit that of a
+    gate alone. Alone or fused, predict gives the same."""
+    target = normal(4, 24, 40, scale=0.3)
+    target = {"random": target, "nan": target * np.float32(np.nan), "huge": target * 1e30}[kind]
+    x = normal(5, rows, 40)
+    found = []
+    for ops in (("gate",), ("gate_and_predict",), ("gate", "predict")):
+        step = gates(path, (9, 24), (3, 5), target.astype(np.float32))
+        step.batch(list(range(rows)))
+        step.set_inputs(x)
+        for op in ops:
+            step.call(op, 0)
+        names = (("ROUTE_ID", 3), ("ROUTE_W", 3), ("PREDICT_ID", 5), ("PREDICT_W", 5))
+        found.append([step.rows(name, stride, np.int32).copy() for name, stride in names])
+    for plain, both in zip(found[0][:2], found[1][:2], strict=True):
+        assert np.array_equal(plain, both)
+    for fused, alone in zip(found[1], found[2], strict=True):
+        assert np.array_equal(fused, alone)
+    assert ((found[1][2] >= 0) & (found[1][2] < 24)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_predicted_experts_are_ranked(path: str, rows: int) -> None:
+    """By the sum of their weights over the rows, the lowest id first among equals; the first
+    `capacity` of them."""
+    step = gates(path, (9, 24), (3, 5), normal(6, 24, 40, scale=0.3))
+    step.batch(list(range(rows)))
+    x = normal(7, rows, 40)
+    x[0] = 0  # all scores are equal
+    step.set_inputs(x)
+    step.call("gate_and_predict", 0)
+    ids, weights = step.rows("PREDICT_ID", 5, np.int32), step.rows("PREDICT_W", 5)
+    sums: dict[int, np.float32] = {}
+    for e, w in zip(ids.reshape(-1).tolist(), weights.reshape(-1), strict=True):
+        sums[e] = sums.get(e, np.float32(0)) + w
+    want = sorted(sums, key=lambda e: (-sums[e], e))
+    for capacity in (24, len(want), len(want) - 1, 3, 1):
+        step.call("bind_llc", 0, capacity)
+        n = step.ctx.n_llc_holes
+        assert n == min(capacity, len(want))
+        assert step.buffer("LLC_HOLES", np.int32)[:n].tolist() == want[:n]
+
+
 # --- experts --------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.c_programs import CPrograms, verdict
 from support.programs import (
+    AHEAD,
     DENSE,
     EPILOGUE,
     GPU,
@@ -53,6 +54,11 @@ _LOAD_B = (
 )
 _SEQUENCE = "\n".join([PROLOGUE, DENSE, MOE, SHARED, EPILOGUE])
 
+# ?p is for the next layer with experts, wherever that is.
+_ACROSS = "\n".join(
+    [PROLOGUE, DENSE, renumber(AHEAD, 1), renumber(DENSE, 2), renumber(SHARED, 3), EPILOGUE]
+)
+
 # rule: (accepted, refused). Each refused text breaks its rule and no earlier one.
 CASES: dict[int, tuple[str, str]] = {
     1: (GPU_SINGLE, edit(MOE, ("expert ?c[*]  q=cpu ", "expert ?c[*]  q=gpu0"))),
@@ -90,7 +96,7 @@ CASES: dict[int, tuple[str, str]] = {
         edit(GPU, ("q=host        wait(@10, @11)", "q=host        wait(@12)")),
         edit(GPU, ("q=host        wait(@10, @11)", "q=host        wait(@11)")),
     ),
-    12: (_SEQUENCE, _SEQUENCE.replace(SHARED, renumber(SHARED, 3))),
+    12: (_ACROSS, _SEQUENCE.replace(SHARED, renumber(SHARED, 3))),
     13: (
         edit(SHARED, ("shared_expert  q=cpu   wait(@2)", "shared_expert  q=cpu   wait(@3)")),
         edit(SHARED, ("shared_expert  q=cpu   wait(@2)", "shared_expert  q=cpu   wait(@1)")),

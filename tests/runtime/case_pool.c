@@ -175,11 +175,46 @@ static void idle(void) {
   close_pool(&f);
 }
 
+/* Lists come and go around jobs, which all run; what is begun is counted; nothing runs on. */
+static void read_ahead(void) {
+  enum { RANGES = 8, SLICES = 2, CHUNKS = 16 };
+  static unsigned char memory[RANGES * SLICES * CHUNKS * PDS_AHEAD_CHUNK];
+  fixture f;
+  open_pool(&f, 3);
+  static job j;
+  memset(&j, 0, sizeof j);
+  j.threads = 3;
+  pds_ahead whole = {.ranges = RANGES, .slices = SLICES, .chunks = CHUNKS};
+  for (uint32_t i = 0; i < RANGES; i++)
+    whole.at[i] = memory + (size_t)i * SLICES * CHUNKS * PDS_AHEAD_CHUNK;
+  pds_pool_open(f.pool);
+  CHECK_EQ(pds_pool_stop_ahead(f.pool), 0);
+  for (uint32_t round = 0; round < 200; round++) {
+    pds_ahead part = whole;
+    part.ranges = 1 + round % RANGES;
+    part.slices = 1 + round % SLICES;
+    part.chunks = 1 + round % CHUNKS;
+    pds_pool_read_ahead(f.pool, &part);
+    pds_pool_run(f.pool, count, &j, 50);
+    if (round % 2) CHECK(pds_pool_stop_ahead(f.pool) <= part.ranges * part.slices * part.chunks);
+  }
+  CHECK_EQ(j.ran[0], 200);
+  CHECK_EQ(j.ran[49], 200);
+  pds_pool_read_ahead(f.pool, &whole);
+  usleep(200000); /* workers have nothing else to do */
+  CHECK_EQ(pds_pool_stop_ahead(f.pool), RANGES * SLICES * CHUNKS);
+  pds_pool_read_ahead(f.pool, &whole);
+  pds_pool_close(f.pool);
+  CHECK_EQ(pds_pool_stop_ahead(f.pool), 0); /* the step has ended, and its list with it */
+  close_pool(&f);
+}
+
 void case_pool(void) {
   once_each(1);
   once_each(2);
   once_each(9); /* more than the cores of most test machines */
   turns();
   pinned();
+  read_ahead();
   idle();
 }

@@ -3,6 +3,7 @@
 #define TEST_CASES(X)                                                                              \
   X(base)                                                                                          \
   X(pool)                                                                                          \
+  X(llc)                                                                                           \
   X(kv)                                                                                            \
   X(sample)                                                                                        \
   X(weights)                                                                                       \

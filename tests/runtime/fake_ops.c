@@ -86,6 +86,21 @@ void pds_op_gate(pds_step_ctx *ctx, uint32_t layer) {
   }
 }
 
+void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer) {
+  pds_op_gate(ctx, layer);
+}
+
+void pds_op_predict(pds_step_ctx *ctx, uint32_t layer) {
+  (void)ctx;
+  (void)layer;
+}
+
+void pds_op_bind_llc(pds_step_ctx *ctx, uint32_t layer, uint32_t capacity) {
+  (void)ctx;
+  (void)layer;
+  (void)capacity;
+}
+
 void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer) {
   (void)layer;
   const int32_t *id = pds_buf(ctx, PDS_BUF_ROUTE_ID);

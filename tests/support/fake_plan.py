@@ -144,7 +144,7 @@ def manifest(folder: Path) -> dict[str, Any]:
             "load_format": "dummy",
         },
         **{"dtype": "fp32", "max_context": MAX_CONTEXT, "max_rows": MAX_ROWS},
-        **{"max_logits": MAX_LOGITS, "kv_block": 64},
+        **{"max_logits": MAX_LOGITS, "kv_block": 64, "predictor": "none"},
         "target": {"arch": machine, "name": "any", "features": [], "isa": ["scalar"]},
         "placement": {"device": "cpu", "experts": {"cpu": 4 * LAYERS, "gpu": 0}},
         "programs": {

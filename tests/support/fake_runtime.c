@@ -23,6 +23,7 @@ struct pds_engine {
   uint32_t threads;
   int32_t weights;
   int pinned;
+  int32_t cache_prefetch;
   int sessions;
   char plan_hash[65];
 };
@@ -104,6 +105,7 @@ pds_status pds_engine_create(const pds_engine_options *o, pds_engine **out) {
   e->threads = o->threads ? (uint32_t)o->threads : 1;
   e->weights = o->weights ? o->weights : PDS_WEIGHTS_MMAP;
   e->pinned = o->pin == PDS_PIN_ON;
+  e->cache_prefetch = o->cache_prefetch;
   *out = e;
   return PDS_OK;
 }
@@ -134,6 +136,15 @@ pds_status pds_engine_get_info(const pds_engine *e, pds_engine_info *out) {
                            .engine_bytes = sizeof *e,
                            .isa = "fake",
                            .plan_hash = e->plan_hash};
+  return PDS_OK;
+}
+
+pds_status pds_engine_get_cache_prefetch(const pds_engine *e, pds_cache_prefetch_info *out) {
+  *out = (pds_cache_prefetch_info){.asked = e->cache_prefetch,
+                                   .state = {PDS_CACHE_PREFETCH_ON, PDS_CACHE_PREFETCH_AUTO},
+                                   .trials = {2, 0},
+                                   .gain = {1.25f, 0},
+                                   .why = "fake"};
   return PDS_OK;
 }
 

@@ -38,8 +38,8 @@ ffi.cdef(
 
 def library() -> Any:
     here = Path(__file__).parent
-    names = ("ops_gemm", "ops_quantise", "ops_mlp", "ops_dense", "ops_moe", "ops_attention", "status")
-    ops = [ROOT / "src" / f"{name}.c" for name in names]
+    names = ("gemm", "quantise", "mlp", "dense", "moe", "predict", "attention")
+    ops = [ROOT / "src" / f"ops_{name}.c" for name in names] + [ROOT / "src/status.c"]
     sources: list[tuple[Path, Sequence[str]]] = [(s, ()) for s in (*ops, here / "serial_pool.c")]
     return ffi.dlopen(str(cc.shared_object([*cc.kernel_sources(), *sources], flags=(f"-I{here}",))))
 
@@ -179,6 +179,7 @@ def buffer_sizes(m: Model) -> dict[str, int]:
 
     splits = ceil(p.max_context, p.kv_split) // p.kv_split
     top_k = most([x.gate.top_k for x in moe])
+    ahead = min(r, 16) if any(x.predictor.kind for x in layers) else 0
     return {
         "HID": 4 * r * hidden,
         "XN": 4 * r * hidden,
@@ -207,6 +208,10 @@ def buffer_sizes(m: Model) -> dict[str, int]:
         "SHARED_OUT": 4 * r * hidden,
         "LOGITS": 4 * p.max_logits * p.vocab,
         "XQ": r * most([quant_bytes(p.lm_head), *map(widest_input, layers)]),
+        "PREDICT": 4 * ahead * most([ceil(x.gate.experts, 16) for x in moe]),
+        "PREDICT_ID": 4 * ahead * top_k,
+        "PREDICT_W": 4 * ahead * top_k,
+        "LLC_HOLES": 4 * most([x.gate.experts for x in moe]) if ahead else 0,
     }
 
 

@@ -49,6 +49,22 @@ program @l2.decode {layer = 2, phase = decode, experts = 8, top_k = 2, rows = 1,
   out  @hid = @7
 """
 
+# Predicts the next layer's experts and prefetches them into the CPU's cache.
+AHEAD = """\
+program @l2.decode {layer = 2, phase = decode, experts = 8, top_k = 2, rows = 1, shared = yes}
+  in   @hid
+  @0 = compute norm attn         q=cpu   wait(@hid)
+  @1 = compute attention         q=cpu   wait(@0)
+  @2 = compute norm mlp          q=cpu   wait(@1)
+  @3 = compute gate, predict     q=cpu   wait(@2)
+  @4 = recompile -> ?c[2] ?p[2]  q=host  wait(@3)
+  @5 = compute shared_expert     q=cpu   wait(@2)
+  @6 = compute expert ?c[*]      q=cpu   wait(@4)
+  @7 = prefetch ?p[*] -> llc     q=aux   wait(@6)
+  @8 = compute combine           q=cpu   wait(@5, @6)
+  out  @hid = @8
+"""
+
 EPILOGUE = """\
 program @epilogue.decode {phase = decode, rows = 1}
   in   @hid
@@ -158,6 +174,7 @@ BY_NAME = {
     "dense": DENSE,
     "moe": MOE,
     "shared": SHARED,
+    "ahead": AHEAD,
     "epilogue": EPILOGUE,
     "gpu": GPU,
     "gpu_single": GPU_SINGLE,

@@ -52,6 +52,7 @@ def test_json(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert speed["min"] <= speed["median"] <= speed["max"]
         assert entry["threads"] == 2 and entry["isa"] == "fake"
         assert entry["placement"]["threads"] == 2 and entry["placement"]["weights"] == "mmap"
+        assert entry["cache_prefetch"]["asked"] == "auto"
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,28 @@ def test_json_says_where_threads_and_weights_are(invoke: Invoke, plan: str) -> N
         assert said["placement"]["threads"] == said["threads"]
 
 
+def test_json_says_what_cache_prefetch_does(
+    invoke: Invoke, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*options: str) -> dict[str, Any]:
+        done = invoke(run.main, plan, "-p", "C", "-n", "1", "--json", *options)
+        return dict(json.loads(done.out)["cache_prefetch"])
+
+    report = said("--cache-prefetch", "on")
+    assert report["asked"] == "on" and report["why"] == "fake"
+    assert report["decode"] == {"state": "on", "measurements": 2, "gain_percent": 1.25}
+    assert report["batch"] == {"state": "measuring", "measurements": 0, "gain_percent": None}
+    counts = ("experts_predicted", "experts_hit", "bytes", "useful_bytes", "wasted_bytes")
+    assert all(report[key] == 0 for key in counts)
+    assert said()["asked"] == "auto"
+    monkeypatch.setenv("PDSCOPE_CACHE_PREFETCH", "off")
+    assert said()["asked"] == "off"
+    assert said("--cache-prefetch", "auto")["asked"] == "auto"
+    monkeypatch.setenv("PDSCOPE_CACHE_PREFETCH", "maybe")
+    done = invoke(run.main, plan, "-p", "C")
+    assert done.status == 1 and "PDSCOPE_CACHE_PREFETCH" in done.err
+
+
 def test_json(invoke: Invoke, plan: str) -> None:
     done = invoke(run.main, plan, "-p", "Hello", "-n", "4", "--json", "--seed", "3")
     report = json.loads(done.out)

@@ -1,6 +1,8 @@
 """pds_programs_verify: the programs against the plan's constants, and against what the runtime
 can do."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,11 +12,23 @@ import pytest
 from support import cc
 from support.c_headers import interface
 from support.c_programs import OK, SOURCES, VERIFY
-from support.programs import BY_NAME, EPILOGUE, PROLOGUE, cpu_plan, gpu_plan, one, renumber
+from support.programs import (
+    AHEAD,
+    BY_NAME,
+    EPILOGUE,
+    PROLOGUE,
+    cpu_plan,
+    gpu_plan,
+    in_phase,
+    one,
+    renumber,
+)
 
+from pdscope.errors import PlanError
 from pdscope.ir.encode import encode
-from pdscope.ir.isa import Queue
+from pdscope.ir.isa import Kind, Queue
 from pdscope.ir.program import Program
+from pdscope.ir.verify import verify_programs
 from pdscope.runtime_c import ROOT
 
 _CDEF = """
@@ -36,14 +50,25 @@ def library() -> tuple[cffi.FFI, Any]:
     return ffi, ffi.dlopen(str(cc.shared_object([(ROOT / "src" / s, ()) for s in SOURCES])))
 
 
-def verify(programs: list[Program], moe: list[bool], max_rows: int, experts: int = 8) -> str:
-    """The message of pds_programs_verify with a plan of these layers; "" if it accepts."""
+def verify(
+    programs: list[Program],
+    moe: list[bool],
+    max_rows: int,
+    experts: int = 8,
+    predictors: Sequence[int] = (),
+) -> str:
+    """The message of pds_programs_verify with a plan of these layers; "" if it accepts.
+
+    predictors: for each layer the one that it predicts, or 0 for none.
+    """
     ffi, lib = library()
     layers = ffi.new("pds_layer[]", len(moe))
     for layer, is_moe in zip(layers, moe, strict=True):
         layer.moe = is_moe
         layer.gate.experts, layer.gate.top_k = (experts, 2) if is_moe else (0, 0)
         layer.shared.inter = 32 if is_moe else 0
+    for layer, target in zip(layers, predictors, strict=False):
+        layer.predictor.kind, layer.predictor.target = bool(target), target
     plan = ffi.new("pds_plan *", {"n_layers": len(moe), "layers": layers, "max_rows": max_rows})
     data = encode(programs)
     bytes_ = ffi.new("uint64_t[]", len(data) // 8)
@@ -74,7 +99,7 @@ def test_only_cpu_programs_run() -> None:
     for text, part in (
         (layer.replace("q=cpu   wait(@hid)", "q=gpu0  wait(@hid)"), "queue gpu0 needs a GPU plan"),
         (layer.replace("gate    ", "gate tokens"), "gate with token ids"),
-        (layer.replace("gate      ", "gate, predict"), "predict is not supported"),
+        (layer.replace("gate      ", "gate, predict"), "no predictor for layer 0"),
     ):
         programs = [one(PROLOGUE), one(text), one(EPILOGUE)]
         assert part in verify(programs, [True], 1), part
@@ -83,17 +108,70 @@ def test_only_cpu_programs_run() -> None:
     assert verify([one(PROLOGUE), one(layer), one(EPILOGUE)], [True], 1) == ""
 
 
-def test_prefetch_into_the_cache_is_refused_for_what_it_is() -> None:
-    """It needs no GPU, but a prediction, and this runtime has no predictor."""
-    text = renumber(BY_NAME["shared"], 0).replace("?c[2]", "?c[2] ?p[2]")
-    text = text.replace("gate      ", "gate, predict")
-    combine = next(line for line in text.splitlines() if "compute combine" in line)
-    ahead = "  @8 = prefetch ?p[*] -> llc  q=aux  wait(@4)"
-    text = text.replace(combine, f"{combine}\n{ahead}")
-    last = renumber(BY_NAME["shared"], 1)
-    message = verify([one(PROLOGUE), one(text), one(last), one(EPILOGUE)], [True, True], 1)
-    assert "@3: predict is not supported" in message and "prefetches" in message
-    assert "GPU" not in message
+def ahead(*texts: str) -> list[Program]:
+    """A phase with these layers."""
+    layers = [renumber(text, k) for k, text in enumerate(texts)]
+    return [one(PROLOGUE), *map(one, layers), one(EPILOGUE)]
+
+
+def test_prefetch_into_the_cache() -> None:
+    """Issue: "`prefetch eN -> llc` becomes real"; it needs a predictor in the plan's constants."""
+    shared, dense = BY_NAME["shared"], BY_NAME["dense"]
+    programs = ahead(AHEAD, shared)
+    assert verify(programs, [True] * 2, 1, predictors=[1, 0]) == ""
+    assert "@3: predict: the plan has no predictor for layer 0" in verify(programs, [True] * 2, 1)
+    single = AHEAD.replace("?p[*]", "?p[0]").replace("?p[2]", "?p[1]")
+    message = verify(ahead(single, shared), [True] * 2, 1, predictors=[1, 0])
+    assert "@7: prefetch -> llc of one entry" in message
+    # Alone, too, and across dense layers.
+    alone = AHEAD.replace(", predict  ", "  ").replace("wait(@3)", "wait(@3, @9)")
+    alone = "\n".join(_moved(line) for line in alone.splitlines()) + "\n"
+    programs = ahead(alone, dense, shared)
+    assert verify(programs, [True, False, True], 1, predictors=[2, 0, 0]) == ""
+
+
+def _moved(line: str) -> str:
+    """Instruction @9, `compute predict`, goes where it can be waited for: behind the gate."""
+    number = re.match(r"  @(\d+)", line)
+    line = re.sub(r"@(\d+)", lambda m: f"@{_place(int(m[1]))}", line)
+    if number and number[1] == "3":
+        line += "\n  @4 = compute predict  q=cpu  wait(@2)"
+    return line
+
+
+def _place(number: int) -> int:
+    return 4 if number == 9 else number + (number > 3)
+
+
+def test_nothing_to_prefetch_for() -> None:
+    """?p needs a later layer with experts, as many as it may name; both verifiers say so."""
+    shared, dense = BY_NAME["shared"], BY_NAME["dense"]
+    for programs, part in (
+        (ahead(AHEAD), "V12: binds ?p[2]"),
+        (ahead(AHEAD, dense), "V12: binds ?p[2]"),
+        (ahead(AHEAD.replace("?p[2]", "?p[9]"), dense, shared), "V12: binds ?p[9]"),
+    ):
+        moe = [p.kind is Kind.MOE for p in programs[1:-1]]
+        assert part in verify(programs, moe, 1, predictors=[1] * len(moe))
+        with pytest.raises(PlanError, match=re.escape(part)):
+            verify_programs(programs)
+
+
+def test_no_prediction_in_large_steps() -> None:
+    rows = {"decode": "prefill", "rows = 1,": "rows = 1-17,", "?c[2]": "?c[8]"}
+    texts = [PROLOGUE, renumber(AHEAD, 0), renumber(BY_NAME["shared"], 1), EPILOGUE]
+    programs = []
+    for text in texts:
+        for old, new in rows.items():
+            text = text.replace(old, new).replace("rows = 1}", "rows = 17}")
+        programs.append(one(text.replace("rows = 1-17", "rows = 17")))
+    small = [
+        one(in_phase(text, phase, rows))
+        for phase, rows in (("decode", "1"), ("batch", "2-16"))
+        for text in [PROLOGUE, renumber(BY_NAME["shared"], 0), texts[2], EPILOGUE]
+    ]
+    message = verify([*small, *programs], [True] * 2, 17, predictors=[1, 0])
+    assert "predict in steps of up to 17 rows is not supported" in message
 
 
 @pytest.mark.parametrize("queue", [Queue.GPU0, Queue.GPU3])

@@ -1,0 +1,68 @@
+/* ops_predict.c: which experts the next layer with experts will choose, before it has run. Nothing
+ * here touches what a result is made of. */
+#include <math.h>
+
+#include "ops.h"
+
+typedef struct predict_job {
+  pds_step_ctx *ctx;
+  const pds_gate *gate;   /* of the layer; NULL: routed already */
+  const pds_gate *target; /* of the layer that is predicted */
+} predict_job;
+
+/* Items 0 .. rows - 1 predict; the others route row `item - rows` of the layer itself. */
+static void predict_item(void *arg, uint32_t item, uint32_t worker) {
+  const predict_job *job = arg;
+  pds_step_ctx *ctx = job->ctx;
+  if (item >= ctx->rows) {
+    pds_route_row(ctx, job->gate, worker, item - ctx->rows);
+    return;
+  }
+  const uint32_t k = job->target->top_k;
+  pds_route(ctx, job->target, worker,
+            (float *)pds_buf(ctx, PDS_BUF_PREDICT) +
+                (size_t)item * pds_ceil(job->target->experts, PDS_LANES),
+            (int32_t *)pds_buf(ctx, PDS_BUF_PREDICT_ID) + (size_t)item * k,
+            (float *)pds_buf(ctx, PDS_BUF_PREDICT_W) + (size_t)item * k);
+}
+
+static const pds_gate *target_of(const pds_step_ctx *ctx, uint32_t layer) {
+  return &ctx->plan->layers[ctx->plan->layers[layer].predictor.target].gate;
+}
+
+void pds_op_predict(pds_step_ctx *ctx, uint32_t layer) {
+  predict_job job = {.ctx = ctx, .target = target_of(ctx, layer)};
+  pds_gemm_job gemm = pds_gate_of(ctx, job.target, pds_buf(ctx, PDS_BUF_PREDICT));
+  pds_run_gemms(ctx, &gemm);
+  pds_run_rows(ctx, predict_item, &job, ctx->rows, PDS_FEW_ROWS);
+}
+
+void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer) {
+  predict_job job = {
+      .ctx = ctx, .gate = &ctx->plan->layers[layer].gate, .target = target_of(ctx, layer)};
+  pds_gemm_job own = pds_gate_of(ctx, job.gate, pds_buf(ctx, PDS_BUF_GATE));
+  pds_gemm_job next = pds_gate_of(ctx, job.target, pds_buf(ctx, PDS_BUF_PREDICT));
+  pds_run_gemms_together(ctx, &own, &next);
+  pds_run_rows(ctx, predict_item, &job, 2 * ctx->rows, PDS_FEW_ROWS);
+}
+
+void pds_op_bind_llc(pds_step_ctx *ctx, uint32_t layer, uint32_t capacity) {
+  const pds_gate *target = target_of(ctx, layer);
+  const uint32_t n = ctx->rows * target->top_k;
+  const int32_t *id = pds_buf(ctx, PDS_BUF_PREDICT_ID);
+  const float *weight = pds_buf(ctx, PDS_BUF_PREDICT_W);
+  float *sum = pds_buf(ctx, PDS_BUF_PREDICT); /* scores have served */
+  int32_t *hole = pds_buf(ctx, PDS_BUF_LLC_HOLES);
+  for (uint32_t e = 0; e < target->experts; e++) sum[e] = -INFINITY; /* not predicted */
+  for (uint32_t i = 0; i < n; i++)
+    sum[id[i]] = (sum[id[i]] == -INFINITY ? 0 : sum[id[i]]) + weight[i];
+  uint32_t bound = 0;
+  for (uint32_t e = 0; e < target->experts; e++) {
+    if (sum[e] == -INFINITY) continue;
+    if (bound == capacity && !pds_above(sum[e], sum[hole[bound - 1]])) continue;
+    uint32_t at = bound < capacity ? bound++ : bound - 1;
+    for (; at && pds_above(sum[e], sum[hole[at - 1]]); at--) hole[at] = hole[at - 1];
+    hole[at] = (int32_t)e;
+  }
+  ctx->n_llc_holes = bound;
+}
