@@ -30,13 +30,23 @@ static void quantise_rows(const pds_mlp_job *mlp, const pds_quantise *q, uint32_
   for (uint32_t row = 0; row < g.rows; row++) pds_quantise_row(q, (uint32_t)first + row);
 }
 
-static void run_chain_item(void *arg, uint32_t item, uint32_t worker) {
-  (void)worker;
-  const chain *c = arg;
+/* The stage of an item, which becomes that within the stage. */
+static const stage *stage_of(const chain *c, uint32_t *item) {
   const stage *s = c->stages;
   uint32_t begin = 0;
-  while (item >= s->end) begin = s++->end;
-  item -= begin;
+  while (*item >= s->end) begin = s++->end;
+  *item -= begin;
+  return s;
+}
+
+static void hint_chain_item(void *arg, uint32_t item) {
+  const stage *s = stage_of(arg, &item);
+  pds_hint_gemm_item(s->down ? &s->mlp->down : &s->mlp->up, item);
+}
+
+static void run_chain_item(void *arg, uint32_t item, uint32_t worker) {
+  (void)worker;
+  const stage *s = stage_of(arg, &item);
   const pds_mlp_job *mlp = s->mlp;
   if (s->down) {
     pds_pool_wait(left_of(mlp, pds_gemm_item_matrix(&mlp->down, item)));
@@ -70,5 +80,5 @@ void pds_run_mlps(pds_step_ctx *ctx, pds_mlp_job *mlps, uint32_t n) {
     items += pds_cut_gemms(ctx, &mlps[i].down, i + 1 == n);
     c.stages[n + i] = (stage){.mlp = &mlps[i], .end = items, .down = 1};
   }
-  pds_pool_run(ctx->pool, run_chain_item, &c, items);
+  pds_pool_run_hinted(ctx->pool, run_chain_item, hint_chain_item, &c, items);
 }

@@ -75,6 +75,51 @@ static void once_each(uint32_t threads) {
   close_pool(&f);
 }
 
+/* Pairs of stages: item n + i reads plain memory that item i writes, and waits for that one alone. */
+enum { HALF = 500 };
+typedef struct chain_job {
+  _Atomic uint32_t left[HALF];
+  uint32_t value[HALF], hints[2 * HALF]; /* hints: each item's by the one worker that claimed it */
+  _Atomic uint32_t ran, wrong;
+} chain_job;
+
+static void run_chain(void *ctx, uint32_t item, uint32_t worker) {
+  (void)worker;
+  chain_job *j = ctx;
+  j->ran++;
+  if (item < HALF) {
+    j->value[item] = item + 1;
+    atomic_store_explicit(&j->left[item], 0, memory_order_release);
+    return;
+  }
+  pds_pool_wait(&j->left[item - HALF]);
+  if (j->value[item - HALF] != item - HALF + 1) j->wrong++;
+}
+
+static void hint_chain(void *ctx, uint32_t item) {
+  chain_job *j = ctx;
+  j->hints[item]++;
+}
+
+static void waits_and_hints(uint32_t threads) {
+  fixture f;
+  open_pool(&f, threads);
+  static chain_job j;
+  for (int step = 0; step < 20; step++) {
+    memset(&j, 0, sizeof j);
+    for (uint32_t i = 0; i < HALF; i++) j.left[i] = 1;
+    pds_pool_open(f.pool);
+    pds_pool_run_hinted(f.pool, run_chain, hint_chain, &j, 2 * HALF);
+    pds_pool_close(f.pool);
+    CHECK_EQ(j.ran, 2 * HALF);
+    CHECK_EQ(j.wrong, 0);
+    uint32_t most = 0;
+    for (uint32_t i = 0; i < 2 * HALF; i++) most = j.hints[i] > most ? j.hints[i] : most;
+    CHECK(most <= 1);
+  }
+  close_pool(&f);
+}
+
 /* Several threads, each opening steps of the same pool: plain variables are safe inside a step. */
 typedef struct shared {
   pds_pool *pool;
@@ -213,6 +258,9 @@ void case_pool(void) {
   once_each(1);
   once_each(2);
   once_each(9); /* more than the cores of most test machines */
+  waits_and_hints(1);
+  waits_and_hints(2);
+  waits_and_hints(9);
   turns();
   pinned();
   read_ahead();
