@@ -61,8 +61,6 @@ size_t pds_quantise_x(pds_step_ctx *ctx, pds_gemm_job *const *jobs, uint32_t n);
 /* The number of items; `last`: no other job follows, so that the last ones are small. */
 uint32_t pds_cut_gemms(const pds_step_ctx *ctx, pds_gemm_job *job, int last);
 void pds_run_gemm_item(const pds_gemm_job *job, uint32_t item);
-/* Prefetches the first weights of an item. */
-void pds_hint_gemm_item(const pds_gemm_job *job, uint32_t item);
 uint32_t pds_gemm_item_matrix(const pds_gemm_job *job, uint32_t item);
 
 /* Rows of x that become rows of int8. */

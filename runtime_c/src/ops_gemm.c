@@ -93,19 +93,6 @@ uint32_t pds_gemm_item_matrix(const pds_gemm_job *job, uint32_t item) {
   return piece_of(job, item / job->row_parts).matrix;
 }
 
-static const unsigned char *weights_of(const pds_gemm_job *job, const pds_gemm *g, piece p) {
-  return (const unsigned char *)g->w + (size_t)p.first * (job->swiglu ? 2 : 1) * g->panel_stride;
-}
-
-void pds_hint_gemm_item(const pds_gemm_job *job, uint32_t item) {
-  enum { LINES = 128, LINE = 64 }; /* what a kernel reads before its own prefetches arrive */
-  const piece p = piece_of(job, item / job->row_parts);
-  pds_gemm g = job->gemm;
-  if (job->select) job->select(job, p.matrix, &g);
-  const unsigned char *w = weights_of(job, &g, p);
-  for (int i = 0; i < LINES; i++) __builtin_prefetch(w + i * LINE, 0, 2);
-}
-
 void pds_run_gemm_item(const pds_gemm_job *job, uint32_t item) {
   const uint32_t row_part = item % job->row_parts;
   const piece p = piece_of(job, item / job->row_parts);
@@ -113,7 +100,7 @@ void pds_run_gemm_item(const pds_gemm_job *job, uint32_t item) {
   if (job->select) job->select(job, p.matrix, &g);
 
   const uint32_t col = p.first * PDS_LANES;
-  g.w = weights_of(job, &g, p);
+  g.w = (const unsigned char *)g.w + (size_t)p.first * (job->swiglu ? 2 : 1) * g.panel_stride;
   g.y = (unsigned char *)g.y + (size_t)col * job->y_bytes;
   if (g.bias) g.bias += col;
   if (p.first + p.blocks < job->blocks) {
@@ -136,10 +123,6 @@ void pds_run_gemm_item(const pds_gemm_job *job, uint32_t item) {
 static void run_item(void *arg, uint32_t item, uint32_t worker) {
   (void)worker;
   pds_run_gemm_item(arg, item);
-}
-
-static void hint_item(void *arg, uint32_t item) {
-  pds_hint_gemm_item(arg, item);
 }
 
 /* Blocks of columns of an item of about `bytes`, a multiple of `step`. */
@@ -203,7 +186,7 @@ uint32_t pds_cut_gemms(const pds_step_ctx *ctx, pds_gemm_job *job, int last) {
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job) {
   pds_gemm_job *const one[] = {job};
   pds_quantise_x(ctx, one, 1);
-  pds_pool_run_hinted(ctx->pool, run_item, hint_item, job, pds_cut_gemms(ctx, job, 1));
+  pds_pool_run(ctx->pool, run_item, job, pds_cut_gemms(ctx, job, 1));
 }
 
 typedef struct joint_job {

@@ -39,11 +39,6 @@ static const stage *stage_of(const chain *c, uint32_t *item) {
   return s;
 }
 
-static void hint_chain_item(void *arg, uint32_t item) {
-  const stage *s = stage_of(arg, &item);
-  pds_hint_gemm_item(s->down ? &s->mlp->down : &s->mlp->up, item);
-}
-
 static void run_chain_item(void *arg, uint32_t item, uint32_t worker) {
   (void)worker;
   const stage *s = stage_of(arg, &item);
@@ -80,5 +75,5 @@ void pds_run_mlps(pds_step_ctx *ctx, pds_mlp_job *mlps, uint32_t n) {
     items += pds_cut_gemms(ctx, &mlps[i].down, i + 1 == n);
     c.stages[n + i] = (stage){.mlp = &mlps[i], .end = items, .down = 1};
   }
-  pds_pool_run_hinted(ctx->pool, run_chain_item, hint_chain_item, &c, items);
+  pds_pool_run(ctx->pool, run_chain_item, &c, items);
 }

@@ -48,7 +48,6 @@ struct pds_pool {
   /* The running job, each on its own cache line: claims and completions are the busy words. */
   _Alignas(64) _Atomic uint64_t job; /* items << 32 | next item */
   pds_job_fn fn;
-  pds_hint_fn hint; /* or NULL */
   void *ctx;
   _Alignas(64) _Atomic uint32_t done;
   _Alignas(64) _Atomic uint64_t ahead; /* chunks << 32 | next chunk */
@@ -71,42 +70,27 @@ static void spin(uint32_t *turns) {
     sched_yield();
 }
 
-enum { NO_ITEM = UINT32_MAX };
-
-/* The next item of the running job if more than `spare` are left. */
-static uint32_t claim(pds_pool *pool, uint32_t spare) {
-  uint64_t job = atomic_load_explicit(&pool->job, memory_order_relaxed);
-  if ((uint32_t)job + (uint64_t)spare >= job >> 32) return NO_ITEM;
-  job = atomic_fetch_add_explicit(&pool->job, 1, memory_order_acq_rel);
-  return (uint32_t)job < job >> 32 ? (uint32_t)job : NO_ITEM;
-}
-
 /* Claims and runs items until none is left. False if there was none. */
 static bool drain(pds_pool *pool, uint32_t index) {
-  uint32_t item = claim(pool, 0);
-  if (item == NO_ITEM) return false;
-  while (item != NO_ITEM) {
-    uint32_t next = pool->hint ? claim(pool, pool->threads) : NO_ITEM;
-    if (next != NO_ITEM) pool->hint(pool->ctx, next);
-    pool->fn(pool->ctx, item, index);
+  uint32_t ran = 0;
+  for (;;) {
+    uint64_t job = atomic_load_explicit(&pool->job, memory_order_relaxed);
+    if ((uint32_t)job >= job >> 32) break;
+    job = atomic_fetch_add_explicit(&pool->job, 1, memory_order_acq_rel);
+    if ((uint32_t)job >= job >> 32) break;
+    pool->fn(pool->ctx, (uint32_t)job, index);
     atomic_fetch_add_explicit(&pool->done, 1, memory_order_release);
-    item = next != NO_ITEM ? next : claim(pool, 0);
+    ran++;
   }
-  return true;
+  return ran > 0;
 }
 
 void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items) {
-  pds_pool_run_hinted(pool, fn, NULL, ctx, items);
-}
-
-void pds_pool_run_hinted(pds_pool *pool, pds_job_fn fn, pds_hint_fn hint, void *ctx,
-                         uint32_t items) {
   if (pool->threads == 1 || items <= 1) {
     for (uint32_t item = 0; item < items; item++) fn(ctx, item, 0);
     return;
   }
   pool->fn = fn;
-  pool->hint = hint;
   pool->ctx = ctx;
   atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
   atomic_store_explicit(&pool->job, (uint64_t)items << 32, memory_order_release);

@@ -22,12 +22,6 @@ uint32_t pds_pool_threads(const pds_pool *pool);
  * open and close, and never from inside a job. */
 void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items);
 
-/* The same, of items that begin with memory to be fetched: a worker claims the next item before it
- * runs one, unless few are left, and has `hint` prefetch what that one reads first. */
-typedef void (*pds_hint_fn)(void *ctx, uint32_t item);
-void pds_pool_run_hinted(pds_pool *pool, pds_job_fn fn, pds_hint_fn hint, void *ctx,
-                         uint32_t items);
-
 /* From an item: waits until another item of the job, claimed before, has made *left 0. */
 void pds_pool_wait(const _Atomic uint32_t *left);
 

@@ -79,7 +79,7 @@ static void once_each(uint32_t threads) {
 enum { HALF = 500 };
 typedef struct chain_job {
   _Atomic uint32_t left[HALF];
-  uint32_t value[HALF], hints[2 * HALF]; /* hints: each item's by the one worker that claimed it */
+  uint32_t value[HALF];
   _Atomic uint32_t ran, wrong;
 } chain_job;
 
@@ -96,12 +96,7 @@ static void run_chain(void *ctx, uint32_t item, uint32_t worker) {
   if (j->value[item - HALF] != item - HALF + 1) j->wrong++;
 }
 
-static void hint_chain(void *ctx, uint32_t item) {
-  chain_job *j = ctx;
-  j->hints[item]++;
-}
-
-static void waits_and_hints(uint32_t threads) {
+static void waits(uint32_t threads) {
   fixture f;
   open_pool(&f, threads);
   static chain_job j;
@@ -109,13 +104,10 @@ static void waits_and_hints(uint32_t threads) {
     memset(&j, 0, sizeof j);
     for (uint32_t i = 0; i < HALF; i++) j.left[i] = 1;
     pds_pool_open(f.pool);
-    pds_pool_run_hinted(f.pool, run_chain, hint_chain, &j, 2 * HALF);
+    pds_pool_run(f.pool, run_chain, &j, 2 * HALF);
     pds_pool_close(f.pool);
     CHECK_EQ(j.ran, 2 * HALF);
     CHECK_EQ(j.wrong, 0);
-    uint32_t most = 0;
-    for (uint32_t i = 0; i < 2 * HALF; i++) most = j.hints[i] > most ? j.hints[i] : most;
-    CHECK(most <= 1);
   }
   close_pool(&f);
 }
@@ -258,9 +250,9 @@ void case_pool(void) {
   once_each(1);
   once_each(2);
   once_each(9); /* more than the cores of most test machines */
-  waits_and_hints(1);
-  waits_and_hints(2);
-  waits_and_hints(9);
+  waits(1);
+  waits(2);
+  waits(9);
   turns();
   pinned();
   read_ahead();

@@ -33,12 +33,6 @@ void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items) {
   for (uint32_t i = 0; i < items; i++) run(pool->backwards ? items - 1 - i : i);
 }
 
-void pds_pool_run_hinted(pds_pool *pool, pds_job_fn fn, pds_hint_fn hint, void *ctx,
-                         uint32_t items) {
-  for (uint32_t i = 0; i < items; i++) hint(ctx, i);
-  pds_pool_run(pool, fn, ctx, items);
-}
-
 void pds_pool_wait(const _Atomic uint32_t *left) {
   for (uint32_t i = 0; *left && i < job.items; i++) run(i);
 }
