@@ -48,7 +48,8 @@ pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x,
 /* On int8 and int4 weights it first quantises the rows of x into PDS_BUF_XQ, and points x, its
  * stride and x_step there. */
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job);
-/* Two that do not depend on each other, as one parallel job. */
+/* The same of two that do not depend on each other, as one parallel job. Where they read the same
+ * rows they have x_rows in common. */
 void pds_run_gemms_together(pds_step_ctx *ctx, pds_gemm_job *a, pds_gemm_job *b);
 
 /* Bytes of PDS_BUF_XQ that the plan's GEMMs need at least. */

@@ -103,33 +103,55 @@ typedef struct quantise_job {
   const uint16_t *x;
   unsigned char *y;
   size_t x_stride, y_stride;
-  uint32_t n, k;
+  uint32_t n, k, rows;
 } quantise_job;
 
+/* arg: one job, or two whose rows follow each other. */
 static void quantise_row(void *arg, uint32_t row, uint32_t worker) {
   (void)worker;
   const quantise_job *job = arg;
+  if (row >= job->rows) row -= job++->rows;
   job->kernels->quantise(job->x + row * job->x_stride, job->n, job->k,
                          job->y + row * job->y_stride);
 }
 
-/* The job's x becomes rows of int8: once, rather than in each item that reads them. */
-static void quantise_x(pds_step_ctx *ctx, pds_gemm_job *job) {
+/* Quantised for one, a row is quantised for the other. */
+static int quantise_alike(const pds_tensor *a, const pds_tensor *b) {
+  return a->dtype == b->dtype && a->k == b->k;
+}
+
+/* The x of the jobs, 1 or 2, becomes rows of int8 where their weights ask for it: once, rather than
+ * in each item that reads them or in each of two jobs that read the same rows. */
+static void quantise_x(pds_step_ctx *ctx, pds_gemm_job *const *jobs, uint32_t n) {
   enum { ALONE = 16 * 1024 }; /* elements: less time than workers take to wake */
-  pds_gemm *g = &job->gemm;
-  quantise_job q = {
-      .kernels = job->w->dtype == PDS_I8 ? &ctx->kernels->i8 : &ctx->kernels->i4,
-      .x = g->x,
-      .y = pds_buf(ctx, PDS_BUF_XQ),
-      .x_stride = g->x_stride,
-      .y_stride = pds_quant_bytes(job->w),
-      .n = pds_ceil(job->w->k, 32),
-      .k = g->k,
-  };
-  pds_run_rows(ctx, quantise_row, &q, job->x_rows, ALONE / q.k);
-  g->x = q.y;
-  g->x_stride = q.y_stride;
-  job->x_step = q.y_stride;
+  const void *first_x = jobs[0]->gemm.x;
+  unsigned char *to = pds_buf(ctx, PDS_BUF_XQ);
+  quantise_job q[2];
+  uint32_t parts = 0, rows = 0;
+  size_t elements = 0;
+  for (uint32_t i = 0; i < n; i++) {
+    const pds_tensor *w = jobs[i]->w;
+    pds_gemm *g = &jobs[i]->gemm;
+    if (!pds_group(w->dtype)) continue;
+    if (i == 0 || g->x != first_x || !quantise_alike(jobs[0]->w, w)) {
+      q[parts++] = (quantise_job){
+          .kernels = w->dtype == PDS_I8 ? &ctx->kernels->i8 : &ctx->kernels->i4,
+          .x = g->x,
+          .y = to,
+          .x_stride = g->x_stride,
+          .y_stride = pds_quant_bytes(w),
+          .n = pds_ceil(w->k, 32),
+          .k = g->k,
+          .rows = jobs[i]->x_rows,
+      };
+      to += jobs[i]->x_rows * pds_quant_bytes(w);
+      rows += jobs[i]->x_rows;
+      elements += (size_t)jobs[i]->x_rows * g->k;
+    }
+    g->x = q[parts - 1].y;
+    g->x_stride = jobs[i]->x_step = q[parts - 1].y_stride;
+  }
+  pds_run_rows(ctx, quantise_row, q, rows, elements > ALONE ? 0 : rows);
 }
 
 static size_t quant_rows(const pds_tensor *w, size_t rows) {
@@ -141,16 +163,16 @@ size_t pds_quant_need(const pds_plan *plan) {
   size_t most = quant_rows(&plan->lm_head, rows);
   for (uint32_t i = 0; i < plan->n_layers; i++) {
     const pds_layer *l = &plan->layers[i];
+    const int alike = quantise_alike(&l->shared.gate_up, &l->experts.gate_up);
     const size_t each[] = {
         quant_rows(&l->attn.in_proj, rows),
         quant_rows(&l->attn.q_b, rows),
         quant_rows(&l->attn.o_proj, rows),
         quant_rows(&l->dense.gate_up, rows),
         quant_rows(&l->dense.down, rows),
-        quant_rows(&l->shared.gate_up, rows),
-        quant_rows(&l->shared.down, rows),
-        quant_rows(&l->experts.gate_up, rows),
-        quant_rows(&l->experts.down, rows * l->gate.top_k),
+        /* shared and routed experts run together */
+        quant_rows(&l->shared.gate_up, rows) + (alike ? 0 : quant_rows(&l->experts.gate_up, rows)),
+        quant_rows(&l->shared.down, rows) + quant_rows(&l->experts.down, rows * l->gate.top_k),
     };
     for (size_t j = 0; j < sizeof each / sizeof *each; j++) most = each[j] > most ? each[j] : most;
   }
@@ -187,7 +209,7 @@ static uint32_t cut(pds_step_ctx *ctx, pds_gemm_job *job) {
 }
 
 void pds_run_gemms(pds_step_ctx *ctx, pds_gemm_job *job) {
-  if (pds_group(job->w->dtype)) quantise_x(ctx, job);
+  quantise_x(ctx, &job, 1);
   pds_run_rows(ctx, run_item, job, cut(ctx, job), 1);
 }
 
@@ -206,6 +228,8 @@ static void run_joint_item(void *arg, uint32_t item, uint32_t worker) {
 }
 
 void pds_run_gemms_together(pds_step_ctx *ctx, pds_gemm_job *a, pds_gemm_job *b) {
+  pds_gemm_job *const both[] = {a, b};
+  quantise_x(ctx, both, 2);
   joint_job job = {.first = a, .second = b, .items = cut(ctx, a)};
   pds_run_rows(ctx, run_joint_item, &job, job.items + cut(ctx, b), 1);
 }

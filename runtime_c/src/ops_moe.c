@@ -200,10 +200,8 @@ void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes, uin
 void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, const pds_hole *holes,
                               uint32_t n_holes) {
   const pds_mlp *shared = &ctx->plan->layers[layer].shared;
-  const int plain = shared->gate_up.dtype == PDS_BF16 || shared->gate_up.dtype == PDS_F32;
-  if (!n_holes || !plain) { /* other formats share a buffer of quantised rows */
+  if (!n_holes) {
     pds_op_shared_expert(ctx, layer);
-    pds_op_expert(ctx, layer, holes, n_holes);
     return;
   }
   const uint32_t stride = pds_ceil(ctx->plan->hidden, 32), mid_stride = pds_ceil(shared->inter, 32);

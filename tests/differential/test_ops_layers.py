@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from support import cc
-from support.operators import Model, Step, ceil, ffi, quant_bytes
+from support.operators import DTYPES, Model, Step, ceil, ffi, library, quant_bytes
 from support.packing import bf16_bits, bf16_value, dequantised, quantised
+from support.published_configs import cut_down
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
@@ -26,9 +27,15 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from pdscope.compiler.lowered import Form, Tensor
+from pdscope.compiler.passes.lower import Lower
+from pdscope.compiler.passes.plan_memory import PlanMemory
+from pdscope.compiler.trace import trace_config
+
 PATHS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 ACTS = ("f32", "bf16")
 INTS = ("i8", "i4")  # weights; act is bf16
+FORMS = {Form.PACKED_BF16: "bf16", Form.PACKED_INT8: "i8", Form.PACKED_INT4: "i4"}
 SOFTMAX, SIGMOID = 0, 1
 NONE, MAX, TOP2 = 0, 1, 2
 
@@ -343,15 +350,67 @@ def test_bits_do_not_depend_on_threads_order_or_company(act: str, path: str) -> 
         assert (alone[0] == outputs[0][r]).all()
 
 
+@pytest.mark.parametrize(
+    ("of_shared", "of_experts"), [("i8", "bf16"), ("bf16", "i4"), ("i8", "i4"), ("i4", "i8")]
+)
+def test_shared_and_routed_experts_of_two_formats_are_one_job(
+    of_shared: str, of_experts: str, path: str
+) -> None:
+    """Each reads rows that are quantised for its own weights: the bits of one after the other."""
+    hidden, inter, shared = 72, 40, 88
+    model = Model("bf16", hidden)
+    layer = model.layers[0]
+    layer.moe, layer.gate.experts, layer.gate.top_k = 1, 5, 3
+    w = [normal(11, 5, *shape, scale=0.1) for shape in [(inter, hidden)] * 2 + [(hidden, inter)]]
+    s = [normal(14, *shape, scale=0.1) for shape in [(shared, hidden)] * 2 + [(hidden, shared)]]
+    model.mlp(layer.experts, *w, weights=of_experts)
+    model.mlp(layer.shared, *s, weights=of_shared)
+    rng = np.random.default_rng(5)
+    for rows in (1, 17, 90):
+        ids, weights = routes(rng, rows, 5, 3)
+        x = normal(6, rows, hidden, act="bf16")
+        step = Step(model, path, threads=3)
+        together = run_moe(step, x, ids, weights, hidden, True)
+        apart = run_moe(Step(model, path, 3), x, ids, weights, hidden, True, joint=False)
+        assert (together == apart).all()
+
+
 @pytest.mark.parametrize("weights", INTS)
-def test_too_little_room_for_quantised_rows_is_refused_at_load(weights: str) -> None:
-    model, _ = moe_model(weights, 4, 3, 64, 200)
+@pytest.mark.parametrize("shared", [0, 300])
+def test_too_little_room_for_quantised_rows_is_refused_at_load(weights: str, shared: int) -> None:
+    model, _ = moe_model(weights, 4, 3, 64, 200, shared)
     step = Step(model, "scalar")
-    plan, at = model.plan, step.lib.PDS_BUF_XQ
+    plan, at, layer = model.plan, step.lib.PDS_BUF_XQ, model.layers[0]
     need = step.lib.pds_quant_need(plan)
-    assert need == plan.max_rows * 3 * quant_bytes(model, 200) == plan.buffer_bytes[at]
+    row = 3 * quant_bytes(layer.experts.down) + quant_bytes(layer.shared.down)
+    assert need == plan.max_rows * row == plan.buffer_bytes[at]
     plan.buffer_bytes[at] = need - 1
     assert step.lib.pds_ops_check(plan) != 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "qwen3-30b-a3b", "moonlight-16b-a3b"])
+def test_the_compiler_plans_just_the_room_for_quantised_rows(name: str, dtype: str) -> None:
+    """plan_memory.py and pds_quant_need have the same formula (issue: memory table, exact)."""
+    graph = trace_config(cut_down(name, small=True)).graph
+    lowered = Lower(dtype, 128).run(graph)
+    planned = {b.name: b.bytes for b in PlanMemory(96).run(lowered).buffers}
+    model = Model("bf16", lowered.hidden, layers=len(lowered.layers), max_rows=96)
+
+    def put(field: Any, tensor: Tensor | None) -> None:
+        if tensor:
+            field.dtype, field.k = DTYPES[FORMS[tensor.form]], tensor.k
+
+    put(model.plan.lm_head, lowered.lm_head)
+    for to, layer in zip(model.layers, lowered.layers, strict=True):
+        for part in ("in_proj", "q_b", "o_proj"):
+            put(getattr(to.attn, part), getattr(layer.attn, part))
+        for part in ("dense", "shared", "experts"):
+            if mlp := getattr(layer, part):
+                put(getattr(to, part).gate_up, mlp.gate_up)
+                put(getattr(to, part).down, mlp.down)
+        to.gate.top_k = layer.gate.attrs.top_k if layer.gate else 0
+    assert library().pds_quant_need(model.plan) == planned["XQ"]
 
 
 def test_a_row_with_nan_does_not_touch_other_rows(path: str) -> None:

@@ -108,15 +108,23 @@ class Model:
             1,
         )
 
-    def mlp(self, field: Any, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> None:
+    def mlp(
+        self,
+        field: Any,
+        gate: np.ndarray,
+        up: np.ndarray,
+        down: np.ndarray,
+        weights: str | None = None,
+    ) -> None:
         """One MLP ([inter, hidden], .., [hidden, inter]), or experts with a leading axis: one blob
         an expert."""
+        weights = weights or self.weights
         many = gate.ndim == 3
         gates, ups, downs = (gate, up, down) if many else (gate[None], up[None], down[None])
         blobs = []
         for g, u, d in zip(gates, ups, downs, strict=True):
-            first = packed(np.stack([g, u]), self.weights, interleave=True)
-            second = packed(d, self.weights)
+            first = packed(np.stack([g, u]), weights, interleave=True)
+            second = packed(d, weights)
             blob = np.concatenate([first, second])
             blobs.append(
                 np.append(blob, np.zeros(-blob.nbytes % 4096 // blob.itemsize, blob.dtype))
@@ -125,14 +133,14 @@ class Model:
         field.inter = gates.shape[1]
         t = field.gate_up
         t.dtype, t.file, t.n, t.k = (
-            DTYPES[self.weights],
+            DTYPES[weights],
             file,
             2 * ceil(field.inter, 16),
             gates.shape[2],
         )
         t.count, t.stride = len(gates), blobs[0].nbytes if many else 0
         t = field.down
-        t.dtype, t.file, t.n, t.k = DTYPES[self.weights], file, downs.shape[1], field.inter
+        t.dtype, t.file, t.n, t.k = DTYPES[weights], file, downs.shape[1], field.inter
         t.count, t.stride, t.offset = len(gates), blobs[0].nbytes if many else 0, first.nbytes
 
     def rope(
@@ -198,26 +206,26 @@ def buffer_sizes(m: Model) -> dict[str, int]:
         "EXPERT_OUT": 4 * r * top_k * hidden,
         "SHARED_OUT": 4 * r * hidden,
         "LOGITS": 4 * p.max_logits * p.vocab,
-        "XQ": r * most([quant_bytes(m, p.hidden), *(widest_input(m, x) for x in layers)]),
+        "XQ": r * most([quant_bytes(p.lm_head), *map(widest_input, layers)]),
     }
 
 
-def quant_bytes(m: Model, k: int) -> int:
-    """A row of int8 with a scale and a sum a group."""
-    group = {"i8": 64, "i4": 32}.get(m.weights)
-    return ceil(ceil(k, 64) + 8 * (ceil(k, 64) // group), 64) if group else 0
+def quant_bytes(t: Any) -> int:
+    """A row of int8 with a scale and a sum a group, as GEMMs on the tensor read it."""
+    group = {DTYPES["i8"]: 64, DTYPES["i4"]: 32}.get(t.dtype)
+    return ceil(ceil(t.k, 64) + 8 * (ceil(t.k, 64) // group), 64) if group else 0
 
 
-def widest_input(m: Model, layer: Any) -> int:
-    """Of the layer's GEMMs, a row of the step; routed and shared experts side by side."""
-    a = layer.attn
-    routed = layer.gate.top_k * quant_bytes(m, layer.experts.inter)
-    return max(
-        quant_bytes(m, a.q_lora),
-        quant_bytes(m, a.heads * a.v_dim),
-        quant_bytes(m, layer.dense.inter),
-        routed + quant_bytes(m, layer.shared.inter),
-    )
+def widest_input(layer: Any) -> int:
+    """Of the layer's GEMMs, a row of the step. Routed and shared experts are side by side, but read
+    the same rows if their formats are the same."""
+    a, shared, experts = layer.attn, layer.shared, layer.experts
+    gate_up = quant_bytes(experts.gate_up)
+    if shared.gate_up.dtype != experts.gate_up.dtype:
+        gate_up += quant_bytes(shared.gate_up)
+    down = layer.gate.top_k * quant_bytes(experts.down) + quant_bytes(shared.down)
+    each = (a.in_proj, a.q_b, a.o_proj, layer.dense.gate_up, layer.dense.down)
+    return max(gate_up, down, *map(quant_bytes, each))
 
 
 def kv_bytes(m: Model) -> int:
