@@ -16,7 +16,7 @@ enum {
   INT_AMX_FEW_BLOCKS = 8,       /* of a pass if k is so long that no more fit the cache */
   INT_AMX_X_BYTES = 768 * 1024, /* of gathered rows, copied as tiles, and of scales */
   INT_AMX_K = 512,              /* of a pair of panels that goes by the rows at a time */
-  INT_AMX_SIDE = 4,             /* blocks that a pair of tiles of B goes by */
+  INT_AMX_SIDE = 2,             /* blocks that a pair of tiles of B goes by */
   INT_AMX_DOTS = 8,             /* pairs of tiles of sums that become floats together */
   INT_AMX_HALF = INT_AMX_ROWS / 2,
   INT_AMX_SUM_ROW = 2 * PDS_LANES, /* floats of one row's sums */

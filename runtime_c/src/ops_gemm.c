@@ -182,10 +182,13 @@ size_t pds_quant_need(const pds_plan *plan) {
 /* Cuts the job into items; returns their number. */
 static uint32_t cut(pds_step_ctx *ctx, pds_gemm_job *job) {
   const uint32_t wanted = ITEMS_PER_WORKER * pds_pool_threads(ctx->pool);
-  const size_t block_bytes = job->gemm.panel_stride * (job->swiglu ? 2 : 1);
   const uint32_t step = job->swiglu ? 2 : 4; /* blocks that one pass of a kernel takes together */
   job->blocks = pds_ceil(job->gemm.cols, PDS_LANES) / PDS_LANES;
   const uint32_t each = job->rows_each ? job->rows_each : job->gemm.rows;
+  size_t panel_bytes = job->gemm.panel_stride;
+  if (each >= MANY_ROWS && pds_group(job->w->dtype)) /* whose products take longer than they are */
+    panel_bytes = (size_t)job->gemm.k * 2 * PDS_LANES; /* as of bf16 */
+  const size_t block_bytes = panel_bytes * (job->swiglu ? 2 : 1);
   const size_t bytes = each < MANY_ROWS ? ITEM_BYTES
                        : job->gathers   ? ITEM_BYTES_GATHER
                                         : ITEM_BYTES_ROWS;
