@@ -125,10 +125,15 @@ static void run_item(void *arg, uint32_t item, uint32_t worker) {
   pds_run_gemm_item(arg, item);
 }
 
-/* Blocks of columns of an item of about `bytes`, a multiple of `step`. */
-static uint32_t blocks_of(const pds_gemm_job *job, size_t bytes, uint32_t step) {
-  const size_t block_bytes = job->gemm.panel_stride * (job->swiglu ? 2 : 1);
-  const uint32_t n = (uint32_t)(bytes / block_bytes) / step * step;
+/* Blocks of columns of an item, a multiple of `step`, whose rows are about `rows`. */
+static uint32_t blocks_of(const pds_gemm_job *job, uint32_t rows, uint32_t step) {
+  size_t bytes = ITEM_BYTES, panel_bytes = job->gemm.panel_stride;
+  if (rows >= MANY_ROWS) {
+    bytes = job->gathers ? ITEM_BYTES_GATHER : ITEM_BYTES_ROWS;
+    if (pds_group(job->w->dtype)) /* whose products take longer than their size says */
+      panel_bytes = (size_t)job->gemm.k * 2 * PDS_LANES; /* as of bf16 */
+  }
+  const uint32_t n = (uint32_t)(bytes / (panel_bytes * (job->swiglu ? 2 : 1))) / step * step;
   return n < step ? step : n;
 }
 
@@ -158,10 +163,7 @@ uint32_t pds_cut_gemms(const pds_step_ctx *ctx, pds_gemm_job *job, int last) {
   uint32_t step = job->swiglu ? 2 : 4;
   job->blocks = pds_ceil(job->gemm.cols, PDS_LANES) / PDS_LANES;
   while (step > 1 && job->count * job->blocks < threads * step) step /= 2;
-  const size_t bytes = each < MANY_ROWS ? ITEM_BYTES
-                       : job->gathers   ? ITEM_BYTES_GATHER
-                                        : ITEM_BYTES_ROWS;
-  job->part_blocks = blocks_of(job, bytes, step);
+  job->part_blocks = blocks_of(job, each, step);
   while (job->part_blocks > step && job->count * (job->blocks / job->part_blocks) < wanted) {
     job->part_blocks = pds_ceil(job->part_blocks / 2, step);
   }
