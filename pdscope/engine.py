@@ -145,9 +145,7 @@ class Engine:
             isa or config.forced_isa(),
             _choice("pin", pin or config.pin(), PIN),
             _choice("weights", weights or config.weights(), WEIGHTS),
-            _choice(
-                "cache_prefetch", cache_prefetch or config.cache_prefetch(), CACHE_PREFETCH
-            ),
+            _choice("cache_prefetch", cache_prefetch or config.cache_prefetch(), CACHE_PREFETCH),
         )
         self._handle: EngineHandle | None = None
         try:
@@ -189,9 +187,7 @@ class Engine:
         """
         info = ffi().new("pds_cache_prefetch_info *")
         handle = self.handle
-        handle.library.check(
-            handle.library.lib.pds_engine_get_cache_prefetch(handle.pointer, info)
-        )
+        handle.library.check(handle.library.lib.pds_engine_get_cache_prefetch(handle.pointer, info))
         report: dict[str, Any] = {
             "asked": CACHE_PREFETCH[info.asked],
             "why": handle.library.text(info.why),
