@@ -181,9 +181,9 @@ class Engine:
         `asked`: auto, on or off; `why`: what decided. For steps of one row (`decode`) and of 2 to
         16 (`batch`): `state` is on, off, or measuring (also before it is measured for the first
         time), `measurements` how many have ended, `gain_percent` how many more steps a second the
-        last of them had with it. Then totals over this engine's own session (`main`): experts
-        predicted while it was on, and those of them that were activated; bytes prefetched, useful
-        (of activated experts) and wasted.
+        last of them had with it. Then totals over all sessions: experts predicted while it was on,
+        and those of them that were activated; bytes prefetched, useful (of activated experts) and
+        wasted.
         """
         info = ffi().new("pds_cache_prefetch_info *")
         handle = self.handle
@@ -198,13 +198,12 @@ class Engine:
                 "measurements": int(info.trials[i]),
                 "gain_percent": round(float(info.gain[i]), 2) if info.trials[i] else None,
             }
-        stats = self.main.stats()
         return report | {
-            "experts_predicted": stats.experts_predicted,
-            "experts_hit": stats.experts_hit,
-            "bytes": stats.prefetch_bytes,
-            "useful_bytes": stats.prefetch_useful_bytes,
-            "wasted_bytes": stats.prefetch_bytes - stats.prefetch_useful_bytes,
+            "experts_predicted": int(info.experts_predicted),
+            "experts_hit": int(info.experts_hit),
+            "bytes": int(info.prefetch_bytes),
+            "useful_bytes": int(info.prefetch_useful_bytes),
+            "wasted_bytes": int(info.prefetch_bytes - info.prefetch_useful_bytes),
         }
 
     @property
