@@ -67,11 +67,11 @@ def compile_model(
 
     Options: dtype "auto" | "fp32" | "bf16" | "int8" | "int4"; load_format "auto" | "dummy";
     max_context (tokens a sequence may hold); max_rows (rows of one step); target "native" | "any" |
-    a CPU name or feature list; check_weights; cache_prefetch "on" | "off": programs that predict the
-    next layer's experts and prefetch them into the CPU's cache. `force` replaces an existing plan. `dry_run` stops
-    before weights and code, but checks that the checkpoint's tensors and tokenizer fit: `out` may
-    be None. A compile that is killed leaves no plan; the same
-    call resumes behind the last finished pass.
+    a CPU name or feature list; check_weights; cache_prefetch "on" | "off": whether programs predict
+    the next layer's experts and prefetch them into the CPU's cache. `force` replaces an existing
+    plan. `dry_run` stops before weights and code, but checks that the checkpoint's tensors and
+    tokenizer fit: `out` may be None. A compile that is killed leaves no plan; the same call resumes
+    behind the last finished pass.
 
     Raises ModelError, TargetError, BudgetError, PlanError or InputError.
     """

@@ -145,9 +145,7 @@ class Engine:
             isa or config.forced_isa(),
             _choice("pin", pin or config.pin(), PIN),
             _choice("weights", weights or config.weights(), WEIGHTS),
-            _choice(
-                "cache_prefetch", cache_prefetch or config.cache_prefetch(), CACHE_PREFETCH
-            ),
+            _choice("cache_prefetch", cache_prefetch or config.cache_prefetch(), CACHE_PREFETCH),
         )
         self._handle: EngineHandle | None = None
         try:
@@ -183,15 +181,13 @@ class Engine:
         `asked`: auto, on or off; `why`: what decided. For steps of one row (`decode`) and of 2 to
         16 (`batch`): `state` is on, off, or measuring (also before it is measured for the first
         time), `measurements` how many have ended, `gain_percent` how many more steps a second the
-        last of them had with it. Then totals over this engine's own session (`main`): experts
-        predicted while it was on, and those of them that were activated; bytes prefetched, useful
-        (of activated experts) and wasted.
+        last of them had with it. Then totals over all sessions: experts predicted while it was on,
+        and those of them that were activated; bytes prefetched, useful (of activated experts) and
+        wasted.
         """
         info = ffi().new("pds_cache_prefetch_info *")
         handle = self.handle
-        handle.library.check(
-            handle.library.lib.pds_engine_get_cache_prefetch(handle.pointer, info)
-        )
+        handle.library.check(handle.library.lib.pds_engine_get_cache_prefetch(handle.pointer, info))
         report: dict[str, Any] = {
             "asked": CACHE_PREFETCH[info.asked],
             "why": handle.library.text(info.why),
@@ -202,13 +198,12 @@ class Engine:
                 "measurements": int(info.trials[i]),
                 "gain_percent": round(float(info.gain[i]), 2) if info.trials[i] else None,
             }
-        stats = self.main.stats()
         return report | {
-            "experts_predicted": stats.experts_predicted,
-            "experts_hit": stats.experts_hit,
-            "bytes": stats.prefetch_bytes,
-            "useful_bytes": stats.prefetch_useful_bytes,
-            "wasted_bytes": stats.prefetch_bytes - stats.prefetch_useful_bytes,
+            "experts_predicted": int(info.experts_predicted),
+            "experts_hit": int(info.experts_hit),
+            "bytes": int(info.prefetch_bytes),
+            "useful_bytes": int(info.prefetch_useful_bytes),
+            "wasted_bytes": int(info.prefetch_bytes - info.prefetch_useful_bytes),
         }
 
     @property

@@ -106,6 +106,8 @@ typedef struct pds_cache_prefetch_info {
   uint32_t trials[2];  /* measurements finished */
   float gain[2];       /* percent more steps a second with it, by the last of them */
   const char *why;     /* what decided so; lives as long as the library */
+  /* over all sessions, as in pds_session_stats */
+  uint64_t experts_predicted, experts_hit, prefetch_bytes, prefetch_useful_bytes;
 } pds_cache_prefetch_info;
 
 typedef struct pds_session_options {

@@ -272,7 +272,12 @@ pds_status pds_engine_get_info(const pds_engine *engine, pds_engine_info *out_in
 pds_status pds_engine_get_cache_prefetch(const pds_engine *engine,
                                          pds_cache_prefetch_info *out_info) {
   if (!engine || !out_info) return pds_fail(PDS_ERR_ARGUMENT, "cache prefetch: a null pointer");
-  *out_info = (pds_cache_prefetch_info){.asked = engine->llc.asked, .why = engine->llc.why};
+  *out_info = (pds_cache_prefetch_info){.asked = engine->llc.asked,
+                                        .why = engine->llc.why,
+                                        .experts_predicted = engine->llc.counts.predicted,
+                                        .experts_hit = engine->llc.counts.hits,
+                                        .prefetch_bytes = engine->llc.counts.bytes,
+                                        .prefetch_useful_bytes = engine->llc.counts.useful_bytes};
   for (int i = 0; i < 2; i++) {
     const pds_llc_trial *t = &engine->llc.trial[i];
     out_info->state[i] = atomic_load_explicit(&t->state, memory_order_relaxed);

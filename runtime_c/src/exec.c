@@ -95,7 +95,7 @@ static pds_status compute(exec *e, const pds_instr *in, uint32_t *out_experts) {
     return PDS_OK;
   case PDS_OP_RECOMPILE:
     pds_op_recompile(ctx, layer);
-    pds_llc_settle(&e->session->llc, &e->session->llc_counts, ctx, layer);
+    pds_llc_settle(&e->session->engine->llc, &e->session->llc, &e->session->llc_counts, ctx, layer);
     if (ctx->predicts && in->hole_cap[PDS_HOLE_P])
       pds_op_bind_llc(ctx, layer, in->hole_cap[PDS_HOLE_P]);
     return PDS_OK;

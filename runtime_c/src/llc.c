@@ -170,29 +170,33 @@ uint32_t pds_llc_prefetch(const pds_llc *llc, pds_llc_list *list, pds_step_ctx *
   return list->ahead.ranges;
 }
 
-static void add(_Atomic uint64_t *to, uint64_t n) {
-  atomic_fetch_add_explicit(to, n, memory_order_relaxed);
+static void count(pds_llc_counts *counts, const pds_llc_list *list, uint32_t hits, uint64_t begun,
+                  uint64_t useful) {
+  const memory_order relaxed = memory_order_relaxed;
+  atomic_fetch_add_explicit(&counts->predicted, list->predicted, relaxed);
+  atomic_fetch_add_explicit(&counts->hits, hits, relaxed);
+  atomic_fetch_add_explicit(&counts->bytes, begun * PDS_AHEAD_CHUNK, relaxed);
+  atomic_fetch_add_explicit(&counts->useful_bytes, useful * PDS_AHEAD_CHUNK, relaxed);
 }
 
-void pds_llc_settle(pds_llc_list *list, pds_llc_counts *counts, const pds_step_ctx *ctx,
-                    uint32_t layer) {
+void pds_llc_settle(pds_llc *llc, pds_llc_list *list, pds_llc_counts *counts,
+                    const pds_step_ctx *ctx, uint32_t layer) {
   if (!list->predicted || list->target != layer) return;
-  uint32_t begun = pds_pool_stop_ahead(ctx->pool), hits = 0;
+  const uint32_t begun = pds_pool_stop_ahead(ctx->pool);
+  uint32_t hits = 0, useful = 0;
   uint64_t activated[PDS_MAX_EXPERTS / 64] = {0};
   for (uint32_t i = 0; i < ctx->n_cpu_holes; i++) {
     const uint32_t e = ctx->cpu_holes[i].expert;
     activated[e / 64] |= (uint64_t)1 << e % 64;
     hits += list->is_predicted[e / 64] >> e % 64 & 1;
   }
-  add(&counts->predicted, list->predicted);
-  add(&counts->hits, hits);
-  add(&counts->bytes, (uint64_t)begun * PDS_AHEAD_CHUNK);
-  for (uint32_t i = 0; begun; i = i + 1 < list->ahead.ranges ? i + 1 : 0) { /* slice by slice */
-    const uint32_t chunks = begun < list->ahead.chunks ? begun : list->ahead.chunks;
-    const uint32_t e = list->expert[i];
-    if (activated[e / 64] >> e % 64 & 1)
-      add(&counts->useful_bytes, (uint64_t)chunks * PDS_AHEAD_CHUNK);
-    begun -= chunks;
+  const pds_ahead *ahead = &list->ahead;
+  for (uint32_t at = 0, nth = 0; at < begun; at += ahead->chunks, nth++) { /* slice by slice */
+    const uint32_t e = list->expert[nth % ahead->ranges];
+    const uint32_t chunks = begun - at < ahead->chunks ? begun - at : ahead->chunks;
+    if (activated[e / 64] >> e % 64 & 1) useful += chunks;
   }
+  count(counts, list, hits, begun, useful);
+  count(&llc->counts, list, hits, begun, useful);
   list->predicted = 0;
 }

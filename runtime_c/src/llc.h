@@ -48,6 +48,12 @@ bool pds_llc_trial_on(const pds_llc_trial *trial);
 /* Takes in a step that took `ns`; steps of another `key` do not count in a trial. */
 void pds_llc_trial_step(pds_llc_trial *trial, uint32_t key, uint64_t ns);
 
+/* Of a session, and of all of an engine. */
+typedef struct pds_llc_counts {
+  _Atomic uint64_t bytes, useful_bytes; /* begun to be pulled in; of these, of activated experts */
+  _Atomic uint64_t predicted, hits;     /* experts; of these, activated */
+} pds_llc_counts;
+
 /* Of an engine. */
 typedef struct pds_llc {
   int32_t asked;          /* PDS_CACHE_PREFETCH_* */
@@ -55,6 +61,7 @@ typedef struct pds_llc {
   uint64_t budget;        /* bytes a layer */
   const char *why;        /* pds_cache_prefetch_info.why */
   pds_llc_trial trial[2]; /* decode, batch */
+  pds_llc_counts counts;
 } pds_llc;
 
 /* The predictions that the running layer was given. */
@@ -66,12 +73,6 @@ typedef struct pds_llc_list {
   uint16_t expert[PDS_AHEAD_RANGES]; /* of each range */
 } pds_llc_list;
 
-/* Counted by a session. */
-typedef struct pds_llc_counts {
-  _Atomic uint64_t bytes, useful_bytes; /* begun to be pulled in; of these, of activated experts */
-  _Atomic uint64_t predicted, hits;     /* experts; of these, activated */
-} pds_llc_counts;
-
 /* llc_bytes 0: unknown. */
 void pds_llc_init(pds_llc *llc, int32_t asked, const pds_plan *plan, uint32_t threads,
                   uint64_t llc_bytes);
@@ -82,8 +83,9 @@ void pds_llc_end(pds_llc *llc, uint32_t rows, uint32_t n_logits, uint64_t ns);
 /* Hands the experts in ?p to the idle workers; returns to how many of them it came. */
 uint32_t pds_llc_prefetch(const pds_llc *llc, pds_llc_list *list, pds_step_ctx *ctx,
                           uint32_t layer);
-/* Ends what was prefetched for `layer`, whose ?c is bound: late is useless. Counts. */
-void pds_llc_settle(pds_llc_list *list, pds_llc_counts *counts, const pds_step_ctx *ctx,
-                    uint32_t layer);
+/* Ends what was prefetched for `layer`, whose ?c is bound: late is useless. Counts for the engine
+ * and for the session. */
+void pds_llc_settle(pds_llc *llc, pds_llc_list *list, pds_llc_counts *counts,
+                    const pds_step_ctx *ctx, uint32_t layer);
 
 #endif

@@ -105,15 +105,15 @@ static void lists(void) {
 
   pds_pool_open(pool);
   CHECK_EQ(pds_llc_prefetch(&llc, &list, &ctx, 0), 3);
-  usleep(200000);                          /* workers have nothing else to do */
-  pds_llc_settle(&list, &counts, &ctx, 0); /* not of that layer */
+  usleep(200000);                                /* workers have nothing else to do */
+  pds_llc_settle(&llc, &list, &counts, &ctx, 0); /* not of that layer */
   CHECK_EQ(counts.predicted, 0);
-  pds_llc_settle(&list, &counts, &ctx, 1);
+  pds_llc_settle(&llc, &list, &counts, &ctx, 1);
   CHECK_EQ(counts.predicted, 4);
   CHECK_EQ(counts.hits, 2); /* 4 and 0 */
   CHECK_EQ(counts.bytes, 3 * PDS_LLC_SLICE);
-  CHECK_EQ(counts.useful_bytes, PDS_LLC_SLICE); /* of 4; 0 was beyond the budget */
-  pds_llc_settle(&list, &counts, &ctx, 1);      /* once */
+  CHECK_EQ(counts.useful_bytes, PDS_LLC_SLICE);  /* of 4; 0 was beyond the budget */
+  pds_llc_settle(&llc, &list, &counts, &ctx, 1); /* once */
   CHECK_EQ(counts.predicted, 4);
 
   /* With more to spend, a second slice of each behind the first of all. */
@@ -122,9 +122,12 @@ static void lists(void) {
   CHECK_EQ(pds_llc_prefetch(&llc, &list, &ctx, 0), 2);
   CHECK_EQ(list.ahead.slices, 2); /* there are no more */
   usleep(200000);
-  pds_llc_settle(&list, &counts, &ctx, 1);
+  pds_llc_settle(&llc, &list, &counts, &ctx, 1);
   CHECK_EQ(counts.bytes, (3 + 4) * PDS_LLC_SLICE);
   CHECK_EQ(counts.useful_bytes, (1 + 2) * PDS_LLC_SLICE); /* 4, not 1 */
+
+  CHECK_EQ(llc.counts.hits, counts.hits);
+  CHECK_EQ(llc.counts.bytes, counts.bytes);
 
   ctx.predicts = 0;
   CHECK_EQ(pds_llc_prefetch(&llc, &list, &ctx, 0), 0);

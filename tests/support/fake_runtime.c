@@ -144,7 +144,11 @@ pds_status pds_engine_get_cache_prefetch(const pds_engine *e, pds_cache_prefetch
                                    .state = {PDS_CACHE_PREFETCH_ON, PDS_CACHE_PREFETCH_AUTO},
                                    .trials = {2, 0},
                                    .gain = {1.25f, 0},
-                                   .why = "fake"};
+                                   .why = "fake",
+                                   .experts_predicted = 10,
+                                   .experts_hit = 7,
+                                   .prefetch_bytes = 8192,
+                                   .prefetch_useful_bytes = 4096};
   return PDS_OK;
 }
 

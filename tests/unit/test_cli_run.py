@@ -92,8 +92,9 @@ def test_json_says_what_cache_prefetch_does(
     assert report["asked"] == "on" and report["why"] == "fake"
     assert report["decode"] == {"state": "on", "measurements": 2, "gain_percent": 1.25}
     assert report["batch"] == {"state": "measuring", "measurements": 0, "gain_percent": None}
-    counts = ("experts_predicted", "experts_hit", "bytes", "useful_bytes", "wasted_bytes")
-    assert all(report[key] == 0 for key in counts)
+    counts = {"experts_predicted": 10, "experts_hit": 7}
+    counts |= {"bytes": 8192, "useful_bytes": 4096, "wasted_bytes": 4096}
+    assert {key: report[key] for key in counts} == counts
     assert said()["asked"] == "auto"
     monkeypatch.setenv("PDSCOPE_CACHE_PREFETCH", "off")
     assert said()["asked"] == "off"
