@@ -2,9 +2,11 @@
 
 A decode step reads every weight it uses once, so it cannot be faster than memory. The model has
 four layers of Qwen3-30B-A3B's dimensions with dummy weights (6 GB on disk as a plan). Prints the
-bytes a token reads, the read rates of decode and of ceilings.c, and their ratio.
+bytes a token reads, the read rates of decode and of ceilings.c, and their ratio: of each round to
+the mean of the samples of the ceiling just before and after it, and of the median to the best.
 
-    python benchmarks/decode_ceiling.py [--plan DIR] [--threads N] [--rounds R] [--json]
+    python benchmarks/decode_ceiling.py [--plan DIR] [--threads N] [--rounds R] [--tokens N]
+        [--json] [--out FILE.md]
 """
 
 import argparse
@@ -16,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import ceilings, plan_folder, spread, usable_cores
+from machine import (
+    READ_SECONDS,
+    ceilings,
+    last_level_cache,
+    plan_folder,
+    spread,
+    usable_cores,
+    write_report,
+)
 
 import pdscope
 
@@ -60,6 +70,24 @@ def bytes_per_token() -> int:
     return int(c["num_hidden_layers"] * (attention + gate + experts) + head)
 
 
+def rotation() -> tuple[float, float]:
+    """Bytes of all experts, of which a token reads a few, and of the weights that each token reads:
+    what lies between two reads of one of these is the bytes of a token."""
+    c = CONFIG
+    experts = 6.0 * c["num_hidden_layers"] * c["num_experts"] * c["hidden_size"]
+    chosen = c["num_experts_per_tok"] / c["num_experts"]
+    experts *= c["moe_intermediate_size"]
+    return experts, bytes_per_token() - experts * chosen
+
+
+def rotation_text() -> str:
+    experts, always = rotation()
+    return (
+        f"rotates over {experts / 1e9:.1f} GB of experts; each token reads {always / 1e9:.2f} GB "
+        f"of other weights too; last-level cache {last_level_cache() / 1e9:.2f} GB"
+    )
+
+
 def decode_rate(engine: pdscope.Engine, tokens: int, rng: np.random.Generator) -> float:
     """Tokens per second of decode steps on random tokens, behind a context of 64."""
     ids = [int(i) for i in rng.integers(0, CONFIG["vocab_size"], 64 + tokens)]
@@ -93,9 +121,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="write the table to this markdown file too")
     asked = parser.parse_args()
     size = bytes_per_token()
-    limits: list[float] = []
     rates: list[float] = []
     plan = asked.plan or plan_folder("bench-qwen3-4-layers")
     make_plan(plan)
@@ -106,25 +134,36 @@ def main() -> None:
     ):
         isa = engine.info.isa
         decode_rate(engine, asked.tokens, rng)  # brings the weights into memory
+        limits = [tools.measure("read", READ_SECONDS) or 0]
         for _ in range(asked.rounds):
-            limits.append(tools.measure("read", bytes_per_token()) or 0)
             rates.append(decode_rate(engine, asked.tokens, rng))
+            limits.append(tools.measure("read", READ_SECONDS) or 0)
     reads = [rate * size / 1e9 for rate in rates]
-    ratios = [read / ceiling for read, ceiling in zip(reads, limits, strict=True)]
+    beside = [(a + b) / 2 for a, b in zip(limits, limits[1:], strict=False)]
     result = {
         "threads": asked.threads,
         "kernel_path": isa,
+        "rotation": rotation_text(),
         "bytes_per_token": size,
         "tokens_per_second": spread(rates),
         "decode_gb_per_second": spread(reads),
         "ceiling_gb_per_second": spread(limits),
-        "ratio": spread(ratios),
+        "ratio": spread([read / ceiling for read, ceiling in zip(reads, beside, strict=True)]),
+        "median_of_best_ceiling": spread(reads)["median"] / max(limits),
     }
-    if asked.json:
-        print(json.dumps(result, indent=2))
-        return
-    print(f"{asked.threads} threads, {isa}, {size / 1e6:.0f} MB of weights a token")
-    print(f"{'':24}{'min':>10}{'median':>10}{'max':>10}")
+    text = table(result)
+    if asked.out:
+        write_report(asked.out, "Decode against the read ceiling", text)
+    print(json.dumps(result, indent=2) if asked.json else text)
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['threads']} threads, kernel path {result['kernel_path']}, "
+        f"{result['bytes_per_token'] / 1e6:.0f} MB of weights a token",
+        result["rotation"],
+        f"{'':24}{'min':>10}{'median':>10}{'max':>10}",
+    ]
     for key, label in (
         ("tokens_per_second", "decode, tokens/s"),
         ("decode_gb_per_second", "decode, GB/s"),
@@ -132,8 +171,9 @@ def main() -> None:
         ("ratio", "decode / ceiling"),
     ):
         row = result[key]
-        assert isinstance(row, dict)
-        print(f"{label:24}" + "".join(f"{row[k]:10.2f}" for k in ("min", "median", "max")))
+        lines.append(f"{label:24}" + "".join(f"{row[k]:10.2f}" for k in ("min", "median", "max")))
+    lines.append(f"median decode / best ceiling {result['median_of_best_ceiling']:15.2f}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
