@@ -17,6 +17,7 @@ at a time, each in its own process.
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -506,7 +507,7 @@ def table(rows: list[Row], out: dict[str, Any]) -> str:
         )
     lines += [
         "limit: max(bytes / read, flop / compute) over the time; by round: against the mean of",
-        "the ceilings just before and after. Peers: their time over ours in the same round, median;",
+        "the ceilings just before and after. Peers: median of their time over ours in a round;",
         "bf16, the routed experts alone and uniform routes.",
     ]
     return "\n".join(lines)
@@ -528,6 +529,12 @@ def parse() -> argparse.Namespace:
     asked = parser.parse_args()
     if asked.quick:
         asked.models, asked.dtypes, asked.tokens, asked.rounds = "qwen3", "bf16", "1,64,512", 3
+    for option, known in (("models", CONFIGS), ("dtypes", DTYPES)):
+        unknown = [name for name in getattr(asked, option).split(",") if name not in known]
+        if unknown:
+            parser.error(f"--{option}: no '{unknown[0]}': expected of {','.join(known)}")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", asked.tokens):
+        parser.error(f"--tokens: expected counts such as 1,64,2048, not '{asked.tokens}'")
     asked.tokens = [int(t) for t in asked.tokens.split(",")]
     return asked
 

@@ -11,8 +11,6 @@ the mean of the samples of the ceiling just before and after it, and of the medi
 
 import argparse
 import json
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,94 +20,27 @@ from machine import (
     READ_SECONDS,
     ceilings,
     last_level_cache,
-    plan_folder,
     spread,
     usable_cores,
     write_report,
 )
+from whole_models import Model
 
 import pdscope
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "torch_dtype": "bfloat16",
-}
+MODEL = Model.of("qwen3")
 CONTEXT = 512
-
-
-def bytes_per_token() -> int:
-    """Weight bytes that one decode step needs, from the dimensions alone: bf16, gates in fp32."""
-    c = CONFIG
-    hidden, heads, kv = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
-    attention = 2 * hidden * c["head_dim"] * (2 * heads + 2 * kv)
-    experts = 2 * c["num_experts_per_tok"] * 3 * hidden * c["moe_intermediate_size"]
-    gate = 4 * c["num_experts"] * hidden
-    head = 2 * c["vocab_size"] * hidden
-    return int(c["num_hidden_layers"] * (attention + gate + experts) + head)
-
-
-def rotation() -> tuple[float, float]:
-    """Bytes of all experts, of which a token reads a few, and of the weights that each token reads:
-    what lies between two reads of one of these is the bytes of a token."""
-    c = CONFIG
-    experts = 6.0 * c["num_hidden_layers"] * c["num_experts"] * c["hidden_size"]
-    chosen = c["num_experts_per_tok"] / c["num_experts"]
-    experts *= c["moe_intermediate_size"]
-    return experts, bytes_per_token() - experts * chosen
-
-
-def rotation_text() -> str:
-    experts, always = rotation()
-    return (
-        f"rotates over {experts / 1e9:.1f} GB of experts; each token reads {always / 1e9:.2f} GB "
-        f"of other weights too; last-level cache {last_level_cache() / 1e9:.2f} GB"
-    )
 
 
 def decode_rate(engine: pdscope.Engine, tokens: int, rng: np.random.Generator) -> float:
     """Tokens per second of decode steps on random tokens, behind a context of 64."""
-    ids = [int(i) for i in rng.integers(0, CONFIG["vocab_size"], 64 + tokens)]
+    ids = [int(i) for i in rng.integers(0, MODEL.vocab, 64 + tokens)]
     engine.reset()
     engine.prefill(ids[:64])
     began = time.perf_counter()
     for token in ids[64:]:
         engine.decode(token)
     return tokens / (time.perf_counter() - began)
-
-
-def make_plan(plan: Path, context: int = CONTEXT) -> None:
-    if (plan / "plan.json").exists():
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "qwen3-4-layers"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(CONFIG))
-        print(f"compiling a dummy model into {plan} (6 GB)", file=sys.stderr)
-        pdscope.compile(
-            model, plan, load_format="dummy", dtype="bf16", max_context=context, max_rows=512
-        )
 
 
 def main() -> None:
@@ -123,10 +54,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="write the table to this markdown file too")
     asked = parser.parse_args()
-    size = bytes_per_token()
+    size = MODEL.bytes_per_token
     rates: list[float] = []
-    plan = asked.plan or plan_folder("bench-qwen3-4-layers")
-    make_plan(plan)
+    plan = asked.plan or MODEL.make_plan(CONTEXT, CONTEXT)
     rng = np.random.default_rng(0)
     with (
         ceilings(asked.threads) as tools,
@@ -143,8 +73,9 @@ def main() -> None:
     result = {
         "threads": asked.threads,
         "kernel_path": isa,
-        "rotation": rotation_text(),
         "bytes_per_token": size,
+        "expert_bytes": MODEL.expert_bytes,
+        "last_level_cache": last_level_cache(),
         "tokens_per_second": spread(rates),
         "decode_gb_per_second": spread(reads),
         "ceiling_gb_per_second": spread(limits),
@@ -159,9 +90,10 @@ def main() -> None:
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['threads']} threads, kernel path {result['kernel_path']}, "
-        f"{result['bytes_per_token'] / 1e6:.0f} MB of weights a token",
-        result["rotation"],
+        f"{result['threads']} threads, kernel path {result['kernel_path']}",
+        f"a token reads {result['bytes_per_token'] / 1e9:.2f} GB of weights, its experts out of "
+        f"{result['expert_bytes'] / 1e9:.1f} GB; last-level cache "
+        f"{result['last_level_cache'] / 1e9:.2f} GB",
         f"{'':24}{'min':>10}{'median':>10}{'max':>10}",
     ]
     for key, label in (

@@ -79,7 +79,7 @@ def ceilings(threads: int) -> Iterator[Ceilings]:
     source = Path(__file__).with_name("ceilings.c")
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "ceilings"
-        command = [*find_compiler().command, "-O3", "-pthread", "-o", program, source]
+        command = [*find_compiler().command, "-O3", "-pthread", "-o", str(program), str(source)]
         subprocess.run(command, check=True)
         tools = Ceilings(program, threads, max(2 << 30, 4 * last_level_cache()))
         try:
