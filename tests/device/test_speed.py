@@ -26,7 +26,7 @@ DECODE, PREFILL = (1, 4, 16), 2048
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `cpu_experts.py --json` prints, with its table under "text". Its plan, of some GB, is not
+    """What `cpu_experts.py --json` prints, with its table as "text". Its plan, of some GB, is not
     kept."""
     out: Path = tmp_path_factory.mktemp("report") / "experts.md"
     tokens = ",".join(map(str, (*DECODE, PREFILL)))
