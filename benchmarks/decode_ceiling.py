@@ -29,16 +29,16 @@ from whole_models import Model
 import pdscope
 
 MODEL = Model.of("qwen3")
-CONTEXT = 512
+CONTEXT = 64  # tokens before those that are timed
 
 
 def decode_rate(engine: pdscope.Engine, tokens: int, rng: np.random.Generator) -> float:
-    """Tokens per second of decode steps on random tokens, behind a context of 64."""
-    ids = [int(i) for i in rng.integers(0, MODEL.vocab, 64 + tokens)]
+    """Tokens per second of decode steps on random tokens, behind a context."""
+    ids = [int(i) for i in rng.integers(0, MODEL.vocab, CONTEXT + tokens)]
     engine.reset()
-    engine.prefill(ids[:64])
+    engine.prefill(ids[:CONTEXT])
     began = time.perf_counter()
-    for token in ids[64:]:
+    for token in ids[CONTEXT:]:
         engine.decode(token)
     return tokens / (time.perf_counter() - began)
 
@@ -56,7 +56,7 @@ def main() -> None:
     asked = parser.parse_args()
     size = MODEL.bytes_per_token
     rates: list[float] = []
-    plan = asked.plan or MODEL.make_plan(CONTEXT, CONTEXT)
+    plan = asked.plan or MODEL.make_plan(CONTEXT + asked.tokens, CONTEXT)
     rng = np.random.default_rng(0)
     with (
         ceilings(asked.threads) as tools,

@@ -121,7 +121,8 @@ class Model:
         return 2.0 * self.layers * (projections + experts + self.hidden * self.experts)
 
     def make_plan(self, context: int, rows: int) -> Path:
-        """A bf16 plan in PDScope's cache, compiled if it is not there."""
+        """A bf16 plan in PDScope's cache for at least these sizes, compiled if it is not there."""
+        context, rows = max(context, 1024), max(rows, 512)  # so that most runs share one
         plan = plan_folder(f"bench-{self.name}-{self.layers}-layers-{context}-{rows}")
         if (plan / "plan.json").exists():
             return plan
