@@ -262,7 +262,7 @@ def measure(
     except PdscopeError as error:
         print(f"{name} {dtype}: {error}", file=sys.stderr)
         return []
-    size = layers * shape.weights() * WEIGHT_BYTES[dtype]
+    size = int(layers * shape.weights() * WEIGHT_BYTES[dtype])
     out["notes"].append(
         f"{name} {dtype}: rotates over {size / 1e9:.1f} GB of experts in {layers} layers "
         + ("" if enough else "(all that memory holds, less than four last-level caches) ")
@@ -290,7 +290,7 @@ def measure(
                 found[tokens].append(
                     Round(
                         [seconds / n for seconds, _, n in steps],
-                        float(np.median([size / n for _, size, n in steps])),
+                        float(np.median([read / n for _, read, n in steps])),
                         shape.flop(tokens),
                         around(*samples[-2:]),
                         {peer.name: peer.seconds(tokens) for peer in peers},
@@ -299,7 +299,17 @@ def measure(
     best = Sample(max(s.read for s in samples), max(s.compute for s in samples))
     read, compute = spread([s.read for s in samples]), spread([s.compute for s in samples])
     out["ceilings"].append(
-        {"model": name, "dtype": dtype, "instruction": mode, "read": read, "compute": compute}
+        {
+            "model": name,
+            "dtype": dtype,
+            "instruction": mode,
+            "read": read,
+            "compute": compute,
+            "layers": layers,
+            "expert_bytes": size,
+            "flushed_bytes": tools.region,
+            "last_level_cache": last_level_cache(),
+        }
     )
     return [Row.of(name, dtype, tokens, rounds, best) for tokens, rounds in found.items()]
 
