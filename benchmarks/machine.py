@@ -22,6 +22,7 @@ from pdscope.compiler.build import find_compiler
 from pdscope.compiler.pipeline import compiler_sha256
 
 READ_SECONDS, COMPUTE_SECONDS = 0.3, 0.1  # of one sample
+LOAD_BEFORE = os.getloadavg()[0]  # threads that wanted to run, over the last minute
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ def _meminfo(name: str) -> int:
 
 
 def describe() -> dict[str, str]:
-    """This machine, for a report: processor, cores, caches, memory, system, compiler."""
+    """This machine, for a report: processor, cores, caches, memory, system, compiler, and how
+    busy it was when the script began."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -153,6 +155,7 @@ def describe() -> dict[str, str]:
         "memory": f"{_meminfo('MemTotal') / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         "compiler": find_compiler().name,
+        "load average before": f"{LOAD_BEFORE:.1f}",
     }
 
 
