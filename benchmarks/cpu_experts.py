@@ -316,7 +316,7 @@ def measure(
 
 def steps_of(tokens: int) -> int:
     """Steps of a round: short ones are repeated."""
-    return 4 if tokens <= 16 else 1
+    return 8 if tokens <= 4 else 4 if tokens <= 16 else 1
 
 
 def modes_of(dtype: str, isa: str | None) -> list[str]:
