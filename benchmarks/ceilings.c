@@ -1,12 +1,15 @@
-/* ceilings MODE THREADS SECONDS [GIB]: what this machine's cores can do at most.
+/* ceilings THREADS [GIB]: what this machine's cores can do at most, one measurement for each line
+ * "MODE SECONDS" on the standard input, so that other work can run between them.
  *
  *   read   memory reads, GB/s: each thread reads its own part of one anonymous region, larger than
- *          the caches (GIB, 2 by default), again and again, with the widest loads that the CPU has
+ *          the caches (GIB, 2 by default), again and again, with the widest loads that the CPU has.
+ *          Seconds 0: once, which leaves nothing else in the caches
  *   fma    fp32 multiply-adds, GFLOP/s        bf16   vdpbf16ps, GFLOP/s
  *   vnni   vpdpbusd on int8, Gop/s            amx    tdpbf16ps, GFLOP/s       amx8   tdpbusd, Gop/s
  *
- * The last five on registers alone. Prints one number, the sum over threads, or "absent" where the
- * CPU or the operating system lacks the instruction. Build: cc -O3 -pthread. */
+ * The last five on registers alone. Answers one number, the sum over threads, or "absent" where the
+ * CPU or the operating system lacks the instruction. Between measurements the threads sleep.
+ * Build: cc -O3 -pthread. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -78,9 +81,18 @@ __attribute__((target("avx2"))) static uint64_t read_avx2(const unsigned char *p
 
 /* Compute: `rounds` rounds of 16 operations on 16 accumulators (tiles: 8 on 4, which hide the
  * latency as well). Each returns the operations done: a multiply-add is two. */
-#if defined(__x86_64__)
 typedef double (*compute_fn)(int rounds, float *sink);
 
+/* What the compiler makes of it: on 64-bit Arm, fused multiply-adds on vectors of four. */
+static double fma_portable(int rounds, float *sink) {
+  float sum[64] = {0}, a = *sink, b = 0.5f;
+  for (int r = 0; r < rounds; r++)
+    for (int i = 0; i < 64; i++) sum[i] += a * b;
+  for (int i = 0; i < 64; i++) *sink += sum[i];
+  return rounds * 64.0 * 2;
+}
+
+#if defined(__x86_64__)
 __attribute__((target("avx512f"))) static double fma_avx512(int rounds, float *sink) {
   __m512 sum[16], a = _mm512_set1_ps(*sink), b = _mm512_set1_ps(0.5f);
   for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
@@ -186,6 +198,7 @@ static compute_fn compute_of(const char *mode) {
   const int wide = has(7, 0, 1, 16, 0xE6), tiles = has(7, 0, 3, 24, 0x60006);
   if (!strcmp(mode, "fma") && wide) return fma_avx512;
   if (!strcmp(mode, "fma") && has(7, 0, 1, 5, 6) && has(1, 0, 2, 12, 6)) return fma_avx2;
+  if (!strcmp(mode, "fma")) return fma_portable;
   if (!strcmp(mode, "bf16") && wide && has(7, 1, 0, 5, 0xE6)) return dot_bf16;
   if (!strcmp(mode, "vnni") && wide && has(7, 0, 2, 11, 0xE6)) return dot_int8;
   if (!strcmp(mode, "amx") && tiles && has(7, 0, 3, 22, 0) && tiles_permitted()) return tile_bf16;
@@ -193,10 +206,8 @@ static compute_fn compute_of(const char *mode) {
   return NULL;
 }
 #else
-typedef double (*compute_fn)(int rounds, float *sink);
 static compute_fn compute_of(const char *mode) {
-  (void)mode;
-  return NULL;
+  return strcmp(mode, "fma") ? NULL : fma_portable;
 }
 #endif
 
@@ -208,13 +219,19 @@ static read_fn widest(void) {
   return read_portable;
 }
 
+/* What the threads do next; written between two meetings at the barrier. */
+static struct {
+  compute_fn compute; /* NULL: read */
+  double seconds;
+  int done;
+  pthread_barrier_t barrier;
+} task;
+
 typedef struct worker {
   unsigned char *part;
   size_t bytes;
-  double seconds, rate;
+  double rate;
   uint64_t sink;
-  compute_fn compute; /* NULL: read */
-  pthread_barrier_t *start;
 } worker;
 
 static double now(void) {
@@ -227,61 +244,72 @@ static void *work(void *argument) {
   worker *w = argument;
   read_fn read_all = widest();
   float zero = 0;
-  if (!w->compute) memset(w->part, 1, w->bytes); /* touched by the thread that reads it */
-  pthread_barrier_wait(w->start);
-  double begin = now(), end = begin, total = 0;
-  while (end - begin < w->seconds) {
-    if (w->compute) {
-      total += w->compute(20000, &zero);
-    } else {
-      w->sink ^= read_all(w->part, w->bytes);
-      total += (double)w->bytes;
-    }
-    end = now();
+  memset(w->part, 1, w->bytes); /* touched by the thread that reads it */
+  for (;;) {
+    pthread_barrier_wait(&task.barrier);
+    if (task.done) return NULL;
+    double begin = now(), end, total = 0;
+    do {
+      if (task.compute) {
+        total += task.compute(20000, &zero);
+      } else {
+        w->sink ^= read_all(w->part, w->bytes);
+        total += (double)w->bytes;
+      }
+      end = now();
+    } while (end - begin < task.seconds);
+    w->sink ^= zero != 0;
+    w->rate = total / (end - begin);
+    pthread_barrier_wait(&task.barrier);
   }
-  w->sink ^= zero != 0;
-  w->rate = total / (end - begin);
-  return NULL;
+}
+
+static void answer(const char *mode, double seconds, const worker *workers, int threads) {
+  task.compute = compute_of(mode);
+  task.seconds = seconds;
+  if (!task.compute && strcmp(mode, "read") != 0) {
+    puts("absent");
+  } else {
+    pthread_barrier_wait(&task.barrier);
+    pthread_barrier_wait(&task.barrier);
+    double rate = 0;
+    uint64_t sink = 0;
+    for (int i = 0; i < threads; i++) rate += workers[i].rate, sink ^= workers[i].sink;
+    printf("%.2f\n", rate / 1e9 + (sink == 12345 ? 1e-9 : 0)); /* the sink keeps the loads alive */
+  }
+  fflush(stdout);
 }
 
 int main(int argc, char **argv) {
-  const char *mode = argc > 1 ? argv[1] : "";
-  int threads = argc > 2 ? atoi(argv[2]) : 0, known = 0;
-  double seconds = argc > 3 ? atof(argv[3]) : 0, gib = argc > 4 ? atof(argv[4]) : 2;
-  static const char *const modes[] = {"read", "fma", "bf16", "vnni", "amx", "amx8"};
-  for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) known |= !strcmp(mode, modes[i]);
-  if (!known || threads < 1 || threads > 1024 || seconds <= 0 || gib <= 0) {
-    fprintf(stderr, "usage: ceilings read|fma|bf16|vnni|amx|amx8 THREADS SECONDS [GIB]\n");
+  const int threads = argc > 1 ? atoi(argv[1]) : 0;
+  const double gib = argc > 2 ? atof(argv[2]) : 2;
+  if (threads < 1 || threads > 1024 || gib <= 0) {
+    fprintf(stderr,
+            "usage: ceilings THREADS [GIB] <lines of: read|fma|bf16|vnni|amx|amx8 SECONDS\n");
     return 2;
-  }
-  compute_fn compute = compute_of(mode);
-  if (!compute && strcmp(mode, "read") != 0) {
-    puts("absent");
-    return 0;
   }
   size_t part = (size_t)(gib * (double)(1u << 30)) / (size_t)threads / 4096 * 4096;
   unsigned char *region = mmap(NULL, part * (size_t)threads + 8192, PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   worker *workers = calloc((size_t)threads, sizeof *workers);
   pthread_t *handles = calloc((size_t)threads, sizeof *handles);
-  pthread_barrier_t start;
   if (region == MAP_FAILED || !workers || !handles) {
     fprintf(stderr, "ceilings: no memory for %.1f GiB\n", gib);
     return 1;
   }
   madvise(region, part * (size_t)threads, MADV_HUGEPAGE);
-  pthread_barrier_init(&start, NULL, (unsigned)threads);
+  pthread_barrier_init(&task.barrier, NULL, (unsigned)threads + 1);
+  compute_of("amx"); /* asks for the tile registers before there are threads */
   for (int i = 0; i < threads; i++) {
-    workers[i] = (worker){region + part * (size_t)i, part, seconds, 0, 0, compute, &start};
+    workers[i] = (worker){region + part * (size_t)i, part, 0, 0};
     if (pthread_create(&handles[i], NULL, work, &workers[i])) return 1;
   }
-  double rate = 0;
-  uint64_t sink = 0;
-  for (int i = 0; i < threads; i++) {
-    pthread_join(handles[i], NULL);
-    rate += workers[i].rate;
-    sink ^= workers[i].sink;
-  }
-  printf("%.2f\n", rate / 1e9 + (sink == 12345 ? 1e-9 : 0)); /* the sink keeps the loads alive */
+  char line[64], mode[16];
+  double seconds;
+  while (fgets(line, sizeof line, stdin) && sscanf(line, "%15s %lf", mode, &seconds) == 2)
+    answer(mode, seconds, workers, threads);
+  task.done = 1;
+  pthread_barrier_wait(&task.barrier);
+  for (int i = 0; i < threads; i++) pthread_join(handles[i], NULL);
   return 0;
 }

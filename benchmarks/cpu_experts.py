@@ -4,31 +4,40 @@ A plan with dummy weights is compiled for each model and dtype, with layers enou
 exceed four times the last-level cache (or what memory allows: the output says so). Steps of random
 tokens run through the runtime; the times are those of the instruction trace's expert and
 shared_expert records, so routing is the gate's own and every figure is that of the real operators.
-Ceilings are ceilings.c's, measured before and after each block in the same run.
+
+On a shared machine the ceilings (ceilings.c) move while one looks, so kernel and ceilings
+alternate: a sample of both ceilings, a round of steps, a sample, ... A round counts against the
+mean of the samples around it. Before every step the ceilings' region, four last-level caches or
+more, is read through, so that no step finds weights in a cache. Peers run in the same rounds, one
+at a time, each in its own process.
 
     python benchmarks/cpu_experts.py [--models qwen3,...] [--dtypes bf16,fp32] [--tokens 1,4,...]
-        [--threads N] [--rounds R] [--isa PATH] [--quick] [--no-peers] [--json]
+        [--threads N] [--rounds R] [--isa PATH] [--quick] [--no-peers] [--json] [--out FILE.md]
 """
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from machine import (
     Ceilings,
+    Sample,
+    around,
     available_memory,
     ceilings,
     last_level_cache,
     plan_folder,
     spread,
     usable_cores,
+    write_report,
 )
 
 import pdscope
@@ -105,11 +114,11 @@ TOKENS = (1, 4, 16, 64, 512, 2048)
 COMPUTE = {
     "bf16": ("fma", "bf16", "amx"),
     "fp32": ("fma",),
-    "int8": ("vnni", "amx8"),
-    "int4": ("vnni", "amx8"),
+    "int8": ("fma", "vnni", "amx8"),
+    "int4": ("fma", "vnni", "amx8"),
 }
 # What a forced kernel path has of them; fma in any case.
-PATH_MODES = {"avx512bf16": ("fma", "bf16", "vnni")}
+PATH_MODES = {"avx512bf16": ("fma", "bf16", "vnni"), "amx": ("fma", "bf16", "vnni", "amx", "amx8")}
 
 
 @dataclass(frozen=True)
@@ -138,8 +147,29 @@ class Shape:
 
 
 @dataclass
+class Round:
+    """Steps between two samples of the ceilings. Times per layer, in seconds."""
+
+    seconds: list[float]
+    size: float  # weight bytes per layer that a step read, median
+    flop: float
+    ceiling: Sample
+    peers: dict[str, float]  # their seconds
+
+    @property
+    def time(self) -> float:
+        return float(np.median(self.seconds))
+
+    def shares(self, ceiling: Sample) -> tuple[float, float]:
+        """Of read and of compute."""
+        read, compute = ceiling.read * 1e9, ceiling.compute * 1e9
+        return self.size / self.time / read, self.flop / self.time / compute
+
+
+@dataclass
 class Row:
-    """One line of the table; times per layer, in seconds."""
+    """One line of the table; times per layer, in seconds, over all steps. Shares are those of the
+    median time in the best ceilings seen, and those of each round in the ceilings around it."""
 
     model: str
     dtype: str
@@ -147,10 +177,36 @@ class Row:
     seconds: dict[str, float]
     gb_per_second: float
     gflop_per_second: float
-    of_read: float  # shares of the two ceilings
+    of_read: float
     of_compute: float
     of_limit: float  # max(bytes / read, flop / compute) over the time
-    peers: dict[str, float] = field(default_factory=dict)  # times of theirs over ours
+    read_rounds: dict[str, float]
+    compute_rounds: dict[str, float]
+    limit_rounds: dict[str, float]
+    peers: dict[str, dict[str, float]]  # times of theirs over ours, by round
+
+    @classmethod
+    def of(cls, model: str, dtype: str, tokens: int, rounds: list[Round], best: Sample) -> "Row":
+        times = spread([t for r in rounds for t in r.seconds])
+        size = float(np.median([r.size for r in rounds]))
+        gb, gflop = size / times["median"] / 1e9, rounds[0].flop / times["median"] / 1e9
+        of_read, of_compute = gb / best.read, gflop / best.compute
+        shares = [r.shares(r.ceiling) for r in rounds]
+        return cls(
+            model,
+            dtype,
+            tokens,
+            times,
+            gb,
+            gflop,
+            of_read,
+            of_compute,
+            max(of_read, of_compute),
+            spread([s[0] for s in shares]),
+            spread([s[1] for s in shares]),
+            spread([max(s) for s in shares]),
+            {p: spread([r.peers[p] / r.time for r in rounds]) for p in rounds[0].peers},
+        )
 
 
 def layers_of(shape: Shape, dtype: str, cache: int, memory: int) -> tuple[int, bool]:
@@ -192,65 +248,145 @@ def expert_times(session: Any, tokens: int, rng: np.random.Generator) -> tuple[f
 
 
 def measure(
-    name: str, dtype: str, asked: argparse.Namespace, tools: Ceilings, out: dict[str, Any]
+    name: str,
+    dtype: str,
+    asked: argparse.Namespace,
+    tools: Ceilings,
+    peers: "list[Peer]",
+    out: dict[str, Any],
 ) -> list[Row]:
     shape = Shape.of(CONFIGS[name])
-    rows = max(asked.tokens)
     layers, enough = layers_of(shape, dtype, last_level_cache(), available_memory())
     try:
-        plan = make_plan(name, dtype, layers, max(rows, 64))
+        plan = make_plan(name, dtype, layers, max(*asked.tokens, 64))
     except PdscopeError as error:
         print(f"{name} {dtype}: {error}", file=sys.stderr)
         return []
-    if not enough:
-        out["notes"].append(
-            f"{name} {dtype}: memory holds {layers} layers' experts, less than four caches"
-        )
+    size = int(layers * shape.weights() * WEIGHT_BYTES[dtype])
+    out["notes"].append(
+        f"{name} {dtype}: rotates over {size / 1e9:.1f} GB of experts in {layers} layers "
+        + ("" if enough else "(all that memory holds, less than four last-level caches) ")
+        + f"and {tools.region / 1e9:.1f} GB read before each step; last-level cache "
+        f"{last_level_cache() / 1e9:.2f} GB"
+    )
     rng = np.random.default_rng(0)
-    before = (tools.measure("read") or 0, best(tools, dtype, asked.isa))
-    found: dict[int, list[tuple[float, int, int]]] = {}
+    mode = tools.best_of(modes_of(dtype, asked.isa))
+    found: dict[int, list[Round]] = {}
+    samples = []
     with pdscope.load(plan, threads=asked.threads, isa=asked.isa) as engine:
         out["kernel_path"] = engine.info.isa
-        session = engine.main
         for _ in range(2):  # brings the weights into memory
-            expert_times(session, rows, rng)
+            expert_times(engine.main, max(asked.tokens), rng)
         for tokens in asked.tokens:
-            repeats = asked.rounds * (4 if tokens <= 16 else 1)
-            expert_times(session, tokens, rng)
-            found[tokens] = [expert_times(session, tokens, rng) for _ in range(repeats)]
-    after = (tools.measure("read") or 0, best(tools, dtype, asked.isa))
-    read, compute = max(before[0], after[0]), max(before[1], after[1])
-    out["ceilings"].append({"model": name, "dtype": dtype, "read": read, "compute": compute})
-    table = []
-    for tokens, runs in found.items():
-        times = spread([seconds / n for seconds, _, n in runs])
-        size = float(np.median([b / n for _, b, n in runs]))
-        gb, gflop = size / times["median"] / 1e9, shape.flop(tokens) / times["median"] / 1e9
-        limit = max(gb / read, gflop / compute)
-        table.append(Row(name, dtype, tokens, times, gb, gflop, gb / read, gflop / compute, limit))
-    return table
+            expert_times(engine.main, tokens, rng)
+            samples.append(tools.sample(mode))
+            found[tokens] = []
+            for _ in range(asked.rounds):
+                steps = []
+                for _ in range(steps_of(tokens)):
+                    tools.flush()
+                    steps.append(expert_times(engine.main, tokens, rng))
+                samples.append(tools.sample(mode))
+                found[tokens].append(
+                    Round(
+                        [seconds / n for seconds, _, n in steps],
+                        float(np.median([read / n for _, read, n in steps])),
+                        shape.flop(tokens),
+                        around(*samples[-2:]),
+                        {peer.name: peer.seconds(tokens) for peer in peers},
+                    )
+                )
+    best = Sample(max(s.read for s in samples), max(s.compute for s in samples))
+    read, compute = spread([s.read for s in samples]), spread([s.compute for s in samples])
+    out["ceilings"].append(
+        {
+            "model": name,
+            "dtype": dtype,
+            "instruction": mode,
+            "read": read,
+            "compute": compute,
+            "layers": layers,
+            "expert_bytes": size,
+            "flushed_bytes": tools.region,
+            "last_level_cache": last_level_cache(),
+        }
+    )
+    return [Row.of(name, dtype, tokens, rounds, best) for tokens, rounds in found.items()]
 
 
-def best(tools: Ceilings, dtype: str, isa: str | None) -> float:
-    """The best rate of the instructions that can do this dtype on a kernel path, GFLOP/s."""
-    modes = [m for m in COMPUTE[dtype] if isa in (None, "amx") or m in PATH_MODES.get(isa, ())]
-    return max(tools.measure(mode) or 0 for mode in modes or ["fma"])
+def steps_of(tokens: int) -> int:
+    """Steps of a round: short ones are repeated."""
+    return 8 if tokens <= 4 else 4 if tokens <= 16 else 1
+
+
+def modes_of(dtype: str, isa: str | None) -> list[str]:
+    """The instructions that can do this dtype on a kernel path (None: the best one)."""
+    has = PATH_MODES["amx"] if isa is None else PATH_MODES.get(isa, ("fma",))
+    return [mode for mode in COMPUTE[dtype] if mode in has]
 
 
 # --- peers: one routed layer in bf16, each in its own process --------------------------------
 
 
-def run_peer(peer: str, name: str, asked: argparse.Namespace) -> dict[int, float] | str:
-    """Median seconds by tokens, or why there are none."""
-    command = [sys.executable, __file__, "--peer", peer, "--models", name]
-    command += ["--tokens", ",".join(map(str, asked.tokens)), "--threads", str(asked.threads)]
-    command += ["--rounds", str(asked.rounds)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return lines[-1][:160] if lines else f"exit status {done.returncode}"
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return {int(tokens): seconds for tokens, seconds in found.items()}
+class Peer:
+    """A process of this script that times a peer's layer when asked."""
+
+    def __init__(self, name: str, model: str, asked: argparse.Namespace) -> None:
+        """Raises RuntimeError with the reason if the peer cannot run."""
+        self.name = name
+        command = [sys.executable, __file__, "--peer", name, "--models", model]
+        command += ["--tokens", ",".join(map(str, asked.tokens)), "--threads", str(asked.threads)]
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self._answer()
+
+    def _answer(self) -> str:
+        """The next line that is an answer: libraries print lines of their own."""
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return line.removeprefix(ANSWER).strip()
+        status = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines()
+        raise RuntimeError(lines[-1][:160] if lines else f"exit status {status}")
+
+    def seconds(self, tokens: int) -> float:
+        """Median of a round of steps."""
+        assert self._process.stdin
+        self._process.stdin.write(f"{tokens}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        self._process.communicate()
+        self._errors.close()
+
+
+ANSWER = "answer: "
+
+
+def serve(once: Any, asked: argparse.Namespace) -> None:
+    """The other end of Peer: `once(tokens)` gives seconds. Caches are flushed before each step, as
+    before ours."""
+    import torch
+
+    region = torch.ones(max(2 << 30, 4 * last_level_cache()) // 4, dtype=torch.int32)
+    for tokens in asked.tokens:
+        once(tokens)
+    print(ANSWER, "ready", flush=True)
+    for line in sys.stdin:
+        times = []
+        for _ in range(steps_of(int(line))):
+            region.max()
+            times.append(once(int(line)))
+        print(ANSWER, float(np.median(times)), flush=True)
 
 
 def random_weights(shape: Shape) -> tuple[Any, Any]:
@@ -277,7 +413,7 @@ def routes(shape: Shape, tokens: int, rng: np.random.Generator) -> np.ndarray:
     return rng.random((tokens, shape.experts)).argsort(1)[:, : shape.top_k]
 
 
-def torch_times(shape: Shape, asked: argparse.Namespace) -> dict[int, float]:
+def serve_torch(shape: Shape, asked: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(asked.threads)
@@ -301,19 +437,10 @@ def torch_times(shape: Shape, asked: argparse.Namespace) -> dict[int, float]:
         return time.perf_counter() - began
 
     with torch.inference_mode():
-        return peer_rounds(once, asked)
+        serve(once, asked)
 
 
-def peer_rounds(once: Any, asked: argparse.Namespace) -> dict[int, float]:
-    found = {}
-    for tokens in asked.tokens:
-        once(tokens)
-        repeats = asked.rounds * (4 if tokens <= 16 else 1)
-        found[tokens] = float(np.median([once(tokens) for _ in range(repeats)]))
-    return found
-
-
-def kt_times(shape: Shape, asked: argparse.Namespace) -> dict[int, float]:
+def serve_kt(shape: Shape, asked: argparse.Namespace) -> None:
     """kt-kernel's own bf16 experts (PyPI: kt-kernel), through its documented wrapper."""
     import torch
     from kt_kernel import KTMoEWrapper  # type: ignore[import-not-found,unused-ignore]
@@ -353,35 +480,47 @@ def kt_times(shape: Shape, asked: argparse.Namespace) -> dict[int, float]:
         moe.forward(x, ids, weights, 0)
         return time.perf_counter() - began
 
-    return peer_rounds(once, asked)
+    serve(once, asked)
 
 
-PEERS = {"torch": torch_times, "kt-kernel": kt_times}
+PEERS = {"torch": serve_torch, "kt-kernel": serve_kt}
 
 
-def print_table(rows: list[Row], out: dict[str, Any]) -> None:
-    print(f"{out['threads']} threads, kernel path {out['kernel_path']}")
+def table(rows: list[Row], out: dict[str, Any]) -> str:
+    lines = [f"{out['threads']} threads, kernel path {out['kernel_path']}, {out['rounds']} rounds"]
     for c in out["ceilings"]:
-        print(
-            f"ceilings beside {c['model']} {c['dtype']}: read {c['read']:.1f} GB/s, "
-            f"compute {c['compute']:.0f} GFLOP/s"
+        read, compute = (
+            " / ".join(f"{c[key][k]:.{digits}f}" for k in ("min", "median", "max"))
+            for key, digits in (("read", 1), ("compute", 0))
         )
-    for note in out["notes"]:
-        print(note)
-    print(
-        f"{'model':18}{'dtype':6}{'tokens':>7}{'ms min':>9}{'median':>9}{'max':>9}{'GB/s':>8}"
-        f"{'GFLOP/s':>9}{'of read':>9}{'of comp':>9}{'limit':>7}"
+        lines.append(
+            f"ceilings beside {c['model']} {c['dtype']}, min / median / max: "
+            f"read {read} GB/s, {c['instruction']} {compute} GFLOP/s"
+        )
+    lines += out["notes"]
+    lines.append(f"{'':32}{'ms a layer':>21}{'':32}{'share of best':>9}{'limit, by round':>24}")
+    lines.append(
+        f"{'model':18}{'dtype':6}{'tokens':>7}{'min':>9}{'median':>9}{'max':>9}{'GB/s':>8}"
+        f"{'GFLOP/s':>9}{'read':>7}{'comp':>7}{'limit':>7}{'min':>8}{'median':>7}{'max':>7}"
         + "".join(f"{p:>11}" for p in PEERS)
     )
     for r in rows:
         times = "".join(f"{1e3 * r.seconds[k]:9.2f}" for k in ("min", "median", "max"))
-        peers = "".join(f"{r.peers[p]:10.2f}x" if p in r.peers else f"{'-':>11}" for p in PEERS)
-        print(
-            f"{r.model:18}{r.dtype:6}{r.tokens:7}{times}{r.gb_per_second:8.1f}"
-            f"{r.gflop_per_second:9.0f}{r.of_read:9.0%}{r.of_compute:9.0%}{r.of_limit:7.0%}{peers}"
+        by_round = "".join(f"{r.limit_rounds[k]:7.0%}" for k in ("min", "median", "max"))
+        peers = "".join(
+            f"{r.peers[p]['median']:10.2f}x" if p in r.peers else f"{'-':>11}" for p in PEERS
         )
-    print("limit: max(bytes / read, flop / compute) over the time. Peers: their time over ours,")
-    print("on the routed experts alone and uniform routes.")
+        lines.append(
+            f"{r.model:18}{r.dtype:6}{r.tokens:7}{times}{r.gb_per_second:8.1f}"
+            f"{r.gflop_per_second:9.0f}{r.of_read:7.0%}{r.of_compute:7.0%}{r.of_limit:7.0%}"
+            f" {by_round}{peers}"
+        )
+    lines += [
+        "limit: max(bytes / read, flop / compute) over the time; by round: against the mean of",
+        "the ceilings just before and after. Peers: median of their time over ours in a round;",
+        "bf16, the routed experts alone and uniform routes.",
+    ]
+    return "\n".join(lines)
 
 
 def parse() -> argparse.Namespace:
@@ -395,38 +534,54 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="Qwen3 and bf16, 1, 64 and 512 tokens")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="write the table to this markdown file too")
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.quick:
         asked.models, asked.dtypes, asked.tokens, asked.rounds = "qwen3", "bf16", "1,64,512", 3
+    for option, known in (("models", CONFIGS), ("dtypes", DTYPES)):
+        unknown = [name for name in getattr(asked, option).split(",") if name not in known]
+        if unknown:
+            parser.error(f"--{option}: no '{unknown[0]}': expected of {','.join(known)}")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", asked.tokens):
+        parser.error(f"--tokens: expected counts such as 1,64,2048, not '{asked.tokens}'")
     asked.tokens = [int(t) for t in asked.tokens.split(",")]
     return asked
+
+
+def start_peers(model: str, asked: argparse.Namespace, out: dict[str, Any]) -> list[Peer]:
+    started = []
+    for name in () if asked.no_peers else PEERS:
+        try:
+            started.append(Peer(name, model, asked))
+        except RuntimeError as error:  # a peer that is absent or fails is a note, not the end
+            out["notes"].append(f"{model}: {name} not measured: {error}")
+    return started
 
 
 def main() -> None:
     asked = parse()
     names = asked.models.split(",")
     if asked.peer:
-        print(json.dumps(PEERS[asked.peer](Shape.of(CONFIGS[names[0]]), asked)))
+        PEERS[asked.peer](Shape.of(CONFIGS[names[0]]), asked)
         return
-    out: dict[str, Any] = {"threads": asked.threads, "ceilings": [], "notes": []}
-    out["kernel_path"] = None
+    out: dict[str, Any] = {"threads": asked.threads, "rounds": asked.rounds}
+    out |= {"kernel_path": None, "ceilings": [], "notes": []}
     rows: list[Row] = []
-    with ceilings(asked.threads, 0.5 if asked.quick else 1.0) as tools:
+    with ceilings(asked.threads) as tools:
         for name in names:
-            mine = [r for d in asked.dtypes.split(",") for r in measure(name, d, asked, tools, out)]
-            rows += mine
-            for peer in () if asked.no_peers else PEERS:
-                theirs = run_peer(peer, name, asked)
-                if isinstance(theirs, str):
-                    out["notes"].append(f"{name}: {peer} not measured: {theirs}")
-                    continue
-                for row in mine:
-                    row.peers[peer] = theirs[row.tokens] / row.seconds["median"]
+            peers = start_peers(name, asked, out)
+            for dtype in asked.dtypes.split(","):
+                rows += measure(name, dtype, asked, tools, peers, out)
+            for peer in peers:
+                peer.close()
+    text = table(rows, out)
+    if asked.out:
+        write_report(asked.out, "Experts of one MoE layer", text)
     if asked.json:
         print(json.dumps(out | {"rows": [asdict(r) for r in rows]}, indent=2))
     else:
-        print_table(rows, out)
+        print(text)
 
 
 if __name__ == "__main__":

@@ -2,86 +2,45 @@
 
 A decode step reads every weight it uses once, so it cannot be faster than memory. The model has
 four layers of Qwen3-30B-A3B's dimensions with dummy weights (6 GB on disk as a plan). Prints the
-bytes a token reads, the read rates of decode and of ceilings.c, and their ratio.
+bytes a token reads, the read rates of decode and of ceilings.c, and their ratio: of each round to
+the mean of the samples of the ceiling just before and after it, and of the median to the best.
 
-    python benchmarks/decode_ceiling.py [--plan DIR] [--threads N] [--rounds R] [--json]
+    python benchmarks/decode_ceiling.py [--plan DIR] [--threads N] [--rounds R] [--tokens N]
+        [--json] [--out FILE.md]
 """
 
 import argparse
 import json
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import ceilings, plan_folder, spread, usable_cores
+from machine import (
+    READ_SECONDS,
+    ceilings,
+    last_level_cache,
+    spread,
+    usable_cores,
+    write_report,
+)
+from whole_models import Model
 
 import pdscope
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "torch_dtype": "bfloat16",
-}
-CONTEXT = 512
-
-
-def bytes_per_token() -> int:
-    """Weight bytes that one decode step needs, from the dimensions alone: bf16, gates in fp32."""
-    c = CONFIG
-    hidden, heads, kv = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
-    attention = 2 * hidden * c["head_dim"] * (2 * heads + 2 * kv)
-    experts = 2 * c["num_experts_per_tok"] * 3 * hidden * c["moe_intermediate_size"]
-    gate = 4 * c["num_experts"] * hidden
-    head = 2 * c["vocab_size"] * hidden
-    return int(c["num_hidden_layers"] * (attention + gate + experts) + head)
+MODEL = Model.of("qwen3")
+CONTEXT = 64  # tokens before those that are timed
 
 
 def decode_rate(engine: pdscope.Engine, tokens: int, rng: np.random.Generator) -> float:
-    """Tokens per second of decode steps on random tokens, behind a context of 64."""
-    ids = [int(i) for i in rng.integers(0, CONFIG["vocab_size"], 64 + tokens)]
+    """Tokens per second of decode steps on random tokens, behind a context."""
+    ids = [int(i) for i in rng.integers(0, MODEL.vocab, CONTEXT + tokens)]
     engine.reset()
-    engine.prefill(ids[:64])
+    engine.prefill(ids[:CONTEXT])
     began = time.perf_counter()
-    for token in ids[64:]:
+    for token in ids[CONTEXT:]:
         engine.decode(token)
     return tokens / (time.perf_counter() - began)
-
-
-def make_plan(plan: Path, context: int = CONTEXT) -> None:
-    if (plan / "plan.json").exists():
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "qwen3-4-layers"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(CONFIG))
-        print(f"compiling a dummy model into {plan} (6 GB)", file=sys.stderr)
-        pdscope.compile(
-            model, plan, load_format="dummy", dtype="bf16", max_context=context, max_rows=512
-        )
 
 
 def main() -> None:
@@ -93,12 +52,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="write the table to this markdown file too")
     asked = parser.parse_args()
-    size = bytes_per_token()
-    limits: list[float] = []
+    size = MODEL.bytes_per_token
     rates: list[float] = []
-    plan = asked.plan or plan_folder("bench-qwen3-4-layers")
-    make_plan(plan)
+    plan = asked.plan or MODEL.make_plan(CONTEXT + asked.tokens, CONTEXT)
     rng = np.random.default_rng(0)
     with (
         ceilings(asked.threads) as tools,
@@ -106,25 +64,38 @@ def main() -> None:
     ):
         isa = engine.info.isa
         decode_rate(engine, asked.tokens, rng)  # brings the weights into memory
+        limits = [tools.measure("read", READ_SECONDS) or 0]
         for _ in range(asked.rounds):
-            limits.append(tools.measure("read", bytes_per_token()) or 0)
             rates.append(decode_rate(engine, asked.tokens, rng))
+            limits.append(tools.measure("read", READ_SECONDS) or 0)
     reads = [rate * size / 1e9 for rate in rates]
-    ratios = [read / ceiling for read, ceiling in zip(reads, limits, strict=True)]
+    beside = [(a + b) / 2 for a, b in zip(limits, limits[1:], strict=False)]
     result = {
         "threads": asked.threads,
         "kernel_path": isa,
         "bytes_per_token": size,
+        "expert_bytes": MODEL.expert_bytes,
+        "last_level_cache": last_level_cache(),
         "tokens_per_second": spread(rates),
         "decode_gb_per_second": spread(reads),
         "ceiling_gb_per_second": spread(limits),
-        "ratio": spread(ratios),
+        "ratio": spread([read / ceiling for read, ceiling in zip(reads, beside, strict=True)]),
+        "median_of_best_ceiling": spread(reads)["median"] / max(limits),
     }
-    if asked.json:
-        print(json.dumps(result, indent=2))
-        return
-    print(f"{asked.threads} threads, {isa}, {size / 1e6:.0f} MB of weights a token")
-    print(f"{'':24}{'min':>10}{'median':>10}{'max':>10}")
+    text = table(result)
+    if asked.out:
+        write_report(asked.out, "Decode against the read ceiling", text)
+    print(json.dumps(result, indent=2) if asked.json else text)
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['threads']} threads, kernel path {result['kernel_path']}",
+        f"a token reads {result['bytes_per_token'] / 1e9:.2f} GB of weights, its experts out of "
+        f"{result['expert_bytes'] / 1e9:.1f} GB; last-level cache "
+        f"{result['last_level_cache'] / 1e9:.2f} GB",
+        f"{'':24}{'min':>10}{'median':>10}{'max':>10}",
+    ]
     for key, label in (
         ("tokens_per_second", "decode, tokens/s"),
         ("decode_gb_per_second", "decode, GB/s"),
@@ -132,8 +103,9 @@ def main() -> None:
         ("ratio", "decode / ceiling"),
     ):
         row = result[key]
-        assert isinstance(row, dict)
-        print(f"{label:24}" + "".join(f"{row[k]:10.2f}" for k in ("min", "median", "max")))
+        lines.append(f"{label:24}" + "".join(f"{row[k]:10.2f}" for k in ("min", "median", "max")))
+    lines.append(f"median decode / best ceiling {result['median_of_best_ceiling']:15.2f}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all tests share: selection of the long ones, and one cache and store of plans per run."""
+"""What all tests share: which long and timed ones run, and one cache and store of plans per run."""
 
 import os
 from collections.abc import Iterator
@@ -16,12 +16,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--run-verify", action="store_true", help="run the tests marked `verify` too (an hour)"
     )
     parser.addoption(
+        "--run-device",
+        action="store_true",
+        help="run the timed tests marked `device` too, on a machine that is otherwise idle",
+    )
+    parser.addoption(
         "--update-golden", action="store_true", help="rewrite the golden files, then compare"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the `verify` tests out, unless --run-verify or a -m expression says what to run."""
+    """Leaves the `verify` tests out, unless --run-verify or a -m expression says what to run, and
+    skips the `device` tests unless --run-device is given."""
+    if not config.getoption("--run-device"):
+        skip = pytest.mark.skip(reason="timed: give --run-device on a machine otherwise idle")
+        for item in items:
+            if item.get_closest_marker("device"):
+                item.add_marker(skip)
     if config.getoption("--run-verify") or config.getoption("-m"):
         return
     long = [item for item in items if item.get_closest_marker("verify")]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import cc
-from support.c_headers import interface
+from support import cc, kernel_calls
+from support.kernel_calls import ACT, ADD, F32, PATHS, ffi, quantise
+from support.kernel_calls import call as run
 from support.packing import (
     GROUP,
     aligned,
@@ -26,16 +27,6 @@ from support.packing import (
     quantised_rows,
 )
 
-PATHS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
-F32, ADD, ACT = 0, 1, 2
-
-ffi = interface("kernels/kernels.h")
-
-
-@pytest.fixture(scope="module")
-def library() -> Any:
-    return ffi.dlopen(str(cc.shared_object(cc.kernel_sources())))
-
 
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest) -> str:
@@ -47,35 +38,8 @@ def path(request: pytest.FixtureRequest) -> str:
 bits_of = pytest.mark.parametrize("bits", [8, 4])
 
 
-def table(library: Any, path: str, bits: int) -> Any:
-    return getattr(getattr(library, f"pds_kernels_{path}")(), f"i{bits}")
-
-
-def pointer(array: np.ndarray) -> Any:
-    return ffi.cast("void *", array.ctypes.data)
-
-
-def quantise(kernels: Any, x: np.ndarray, bits: int) -> np.ndarray:
-    """bf16 bits [rows, n] -> rows of quantise [rows, bytes]."""
-    rows, n = x.shape
-    k = -(-n // 64) * 64
-    y = aligned(np.full((rows, k + 8 * (k // GROUP[bits])), 99, np.uint8))
-    for i in range(rows):
-        row = np.ascontiguousarray(x[i])
-        kernels.quantise(ffi.cast("uint16_t *", row.ctypes.data), n, k, pointer(y[i]))
-    return y
-
-
-def run(kernel: Any, xq: np.ndarray, w: np.ndarray, y: np.ndarray, cols: int, **more: Any) -> None:
-    k, panel = more.pop("k"), more.pop("panel")
-    g = ffi.new("pds_gemm *")
-    g.x, g.x_stride, g.x_div = pointer(xq), xq.shape[1], 1
-    g.w, g.panel_stride = pointer(w), panel
-    g.y, g.y_stride = pointer(y), y.shape[1]
-    g.rows, g.k, g.cols = more.pop("rows", xq.shape[0]), k, cols
-    for name, value in more.items():
-        setattr(g, name, value)
-    kernel(g)
+def table(path: str, bits: int) -> Any:
+    return getattr(kernel_calls.table(path), f"i{bits}")
 
 
 def act(rng: np.random.Generator, rows: int, n: int) -> np.ndarray:
@@ -83,9 +47,9 @@ def act(rng: np.random.Generator, rows: int, n: int) -> np.ndarray:
 
 
 @bits_of
-def test_quantise_keeps_the_nearest_multiples(library: Any, path: str, bits: int) -> None:
+def test_quantise_keeps_the_nearest_multiples(path: str, bits: int) -> None:
     """Bytes as of the scalar twin; as plan: int8, scales, sums; zero behind the row's end."""
-    kernels, twin = table(library, path, bits), table(library, "scalar", bits)
+    kernels, twin = table(path, bits), table("scalar", bits)
     rng = np.random.default_rng(bits)
     for n in (32, 64, 96, 160, 2048):
         x = act(rng, 3, n)
@@ -111,9 +75,7 @@ def test_quantise_keeps_the_nearest_multiples(library: Any, path: str, bits: int
     bits=st.sampled_from((8, 4)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_gemm_is_the_twin_bit_for_bit(
-    library: Any, rows: int, k: int, cols: int, bits: int, seed: int
-) -> None:
+def test_gemm_is_the_twin_bit_for_bit(rows: int, k: int, cols: int, bits: int, seed: int) -> None:
     """Random bytes as weights: every value from -128 (-8) to 127 (7) is among them."""
     rng = np.random.default_rng(seed)
     k_pad = -(-k // 64) * 64
@@ -125,7 +87,7 @@ def test_gemm_is_the_twin_bit_for_bit(
     x = act(rng, rows, k)
     x[:, :2] = bf16_bits(np.float32([200, -200]))
     bias = rng.standard_normal(cols).astype(np.float32)
-    twin = table(library, "scalar", bits)
+    twin = table("scalar", bits)
     xq = quantise(twin, x, bits)
     shape = {"k": k_pad, "panel": w.shape[1], "bias": ffi.cast("float *", bias.ctypes.data)}
     want = np.full((rows, cols + 3), 7, np.float32)
@@ -134,7 +96,7 @@ def test_gemm_is_the_twin_bit_for_bit(
     room = np.abs(exact).max() * 1e-5 + 1e-3
     np.testing.assert_allclose(want[:, :cols], exact, rtol=1e-5, atol=room)
     for path in filter(cc.runnable, PATHS):
-        kernels = table(library, path, bits)
+        kernels = table(path, bits)
         y = np.full((rows, cols + 3), 7, np.float32)
         run(kernels.gemm, xq, w, y, cols, out=F32, **shape)
         assert (y == want).all(), path
@@ -148,9 +110,9 @@ def test_gemm_is_the_twin_bit_for_bit(
 
 
 @bits_of
-def test_rows_are_independent_of_their_company(library: Any, path: str, bits: int) -> None:
+def test_rows_are_independent_of_their_company(path: str, bits: int) -> None:
     """A row computed alone, or a panel computed alone, gives the same bits."""
-    kernels = table(library, path, bits)
+    kernels = table(path, bits)
     rng = np.random.default_rng(2)
     q, scale = quantised(rng.standard_normal((112, 192)).astype(np.float32), bits)
     w = aligned(pack_int(q, scale, bits))
@@ -170,8 +132,8 @@ def test_rows_are_independent_of_their_company(library: Any, path: str, bits: in
 
 
 @bits_of
-def test_gathers_and_scatters_rows(library: Any, path: str, bits: int) -> None:
-    kernels = table(library, path, bits)
+def test_gathers_and_scatters_rows(path: str, bits: int) -> None:
+    kernels = table(path, bits)
     rng = np.random.default_rng(3)
     q, scale = quantised(rng.standard_normal((32, 64)).astype(np.float32), bits)
     w = aligned(pack_int(q, scale, bits))
@@ -189,8 +151,8 @@ def test_gathers_and_scatters_rows(library: Any, path: str, bits: int) -> None:
 
 
 @bits_of
-def test_swiglu_matches_numpy_and_zeroes_its_padding(library: Any, path: str, bits: int) -> None:
-    kernels, twin = table(library, path, bits), table(library, "scalar", bits)
+def test_swiglu_matches_numpy_and_zeroes_its_padding(path: str, bits: int) -> None:
+    kernels, twin = table(path, bits), table("scalar", bits)
     rng = np.random.default_rng(4)
     for rows in (1, 2, 3, 4, 7, 8, 9, 17, 40):
         for inter in (1, 15, 16, 17, 32, 33, 48, 80):
@@ -210,11 +172,9 @@ def test_swiglu_matches_numpy_and_zeroes_its_padding(library: Any, path: str, bi
 
 @bits_of
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_makes_its_row_nan(
-    library: Any, path: str, bits: int, bad: float
-) -> None:
+def test_what_is_not_finite_makes_its_row_nan(path: str, bits: int, bad: float) -> None:
     """Rows without it are untouched."""
-    kernels = table(library, path, bits)
+    kernels = table(path, bits)
     rng = np.random.default_rng(5)
     q, scale = quantised(rng.standard_normal((24, 128)).astype(np.float32), bits)
     w = aligned(pack_int(q, scale, bits))

@@ -13,19 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import cc
-from support.c_headers import interface
+from support.kernel_calls import ACT, ADD, F32, PATHS, call, ffi, floats, pointer, table
 from support.packing import act_array, bf16_bits, bf16_value, from_act, pack
 
-PATHS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 ACTS = ("f32", "bf16")
-F32, ADD, ACT = 0, 1, 2
-
-ffi = interface("kernels/kernels.h")
-
-
-@pytest.fixture(scope="module")
-def library() -> Any:
-    return ffi.dlopen(str(cc.shared_object(cc.kernel_sources())))
 
 
 @pytest.fixture(params=PATHS)
@@ -35,31 +26,12 @@ def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def table(library: Any, path: str) -> Any:
-    return getattr(library, f"pds_kernels_{path}")()
-
-
-def pointer(array: np.ndarray) -> Any:
-    return ffi.cast("void *", array.ctypes.data)
-
-
-def floats(array: np.ndarray) -> Any:
-    return ffi.cast("float *", array.ctypes.data)
-
-
 def gemm(
     kernel: Any, act: str, x: np.ndarray, w: np.ndarray, y: np.ndarray, cols: int, **more: Any
 ) -> None:
     """One call of gemm or swiglu on row-major x, packed w and y, which the caller keeps alive."""
     k = x.shape[1]
-    g = ffi.new("pds_gemm *")
-    g.x, g.x_stride, g.x_div = pointer(x), x.shape[1], 1
-    g.w, g.panel_stride = pointer(w), k * 16 * w.itemsize
-    g.y, g.y_stride = pointer(y), y.shape[1]
-    g.rows, g.k, g.cols = more.pop("rows", x.shape[0]), k, cols
-    for name, value in more.items():
-        setattr(g, name, value)
-    kernel(g)
+    call(kernel, x, w, y, cols, k=k, panel=k * 16 * w.itemsize, **more)
 
 
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 127, 128, 129)
@@ -88,8 +60,8 @@ def case(rng: np.random.Generator, act: str, rows: int, k: int, n: int) -> tuple
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_gemm_matches_numpy_at_every_edge(library: Any, path: str, act: str) -> None:
-    kernel = getattr(table(library, path), act).gemm
+def test_gemm_matches_numpy_at_every_edge(path: str, act: str) -> None:
+    kernel = getattr(table(path), act).gemm
     rng = np.random.default_rng(1)
     for rows, k, cols in sizes():
         x, w, x64, w64 = case(rng, act, rows, k, cols)
@@ -116,9 +88,9 @@ def test_gemm_matches_numpy_at_every_edge(library: Any, path: str, act: str) -> 
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_gemm_rows_are_independent_of_their_company(library: Any, path: str, act: str) -> None:
+def test_gemm_rows_are_independent_of_their_company(path: str, act: str) -> None:
     """One chain over k: a row computed alone, or a panel computed alone, gives the same bits."""
-    kernel = getattr(table(library, path), act).gemm
+    kernel = getattr(table(path), act).gemm
     rng = np.random.default_rng(2)
     x, w, _, _ = case(rng, act, 19, 160, 112)
     whole = np.zeros((19, 112), np.float32)
@@ -143,12 +115,10 @@ def test_gemm_rows_are_independent_of_their_company(library: Any, path: str, act
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_gemm_cut_into_any_rows_and_columns_gives_the_same_bits(
-    library: Any, path: str, act: str
-) -> None:
+def test_gemm_cut_into_any_rows_and_columns_gives_the_same_bits(path: str, act: str) -> None:
     """As the parallel jobs cut them: rows from index lists, K in several parts, two passes of
     matrix tiles and more."""
-    kernels = getattr(table(library, path), act)
+    kernels = getattr(table(path), act)
     rng = np.random.default_rng(8)
     x, w, _, _ = case(rng, act, 150, 1100, 80)
     gate_up = pack(rng.standard_normal((2, 40, 1100)).astype(np.float32) * 0.1, act, 2, True)
@@ -170,8 +140,8 @@ def test_gemm_cut_into_any_rows_and_columns_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_gemm_gathers_and_scatters_rows(library: Any, path: str, act: str) -> None:
-    kernel = getattr(table(library, path), act).gemm
+def test_gemm_gathers_and_scatters_rows(path: str, act: str) -> None:
+    kernel = getattr(table(path), act).gemm
     rng = np.random.default_rng(3)
     x, w, x64, w64 = case(rng, act, 7, 64, 32)
     for rows in (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 21):
@@ -185,7 +155,7 @@ def test_gemm_gathers_and_scatters_rows(library: Any, path: str, act: str) -> No
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_streamed_output_has_the_same_bits(library: Any, path: str, act: str) -> None:
+def test_a_streamed_output_has_the_same_bits(path: str, act: str) -> None:
     """Issue "CPU expert kernels": outputs that are written past the caches, where rows of y are
     whole cache lines and where they are not."""
     rng = np.random.default_rng(6)
@@ -195,14 +165,14 @@ def test_a_streamed_output_has_the_same_bits(library: Any, path: str, act: str) 
         first = -buffer.ctypes.data % 64 // 4 + offset
         y = buffer[first : first + rows * 64].reshape(rows, 64)
         want = np.zeros_like(y)
-        gemm(getattr(table(library, path), act).gemm, act, x, w, want, cols, out=F32)
-        gemm(getattr(table(library, path), act).gemm, act, x, w, y, cols, out=F32, stream_y=1)
+        gemm(getattr(table(path), act).gemm, act, x, w, want, cols, out=F32)
+        gemm(getattr(table(path), act).gemm, act, x, w, y, cols, out=F32, stream_y=1)
         np.testing.assert_array_equal(y, want)
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_swiglu_matches_numpy_and_zeroes_its_padding(library: Any, path: str, act: str) -> None:
-    kernel = getattr(table(library, path), act).swiglu
+def test_swiglu_matches_numpy_and_zeroes_its_padding(path: str, act: str) -> None:
+    kernel = getattr(table(path), act).swiglu
     rng = np.random.default_rng(4)
     for rows in (1, 2, 3, 4, 7, 8, 9, 17):
         for inter in (1, 15, 16, 17, 32, 33, 48, 80):
@@ -224,9 +194,9 @@ def test_swiglu_matches_numpy_and_zeroes_its_padding(library: Any, path: str, ac
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_nan_and_inf_propagate_in_gemms(library: Any, path: str, act: str) -> None:
+def test_nan_and_inf_propagate_in_gemms(path: str, act: str) -> None:
     """As in IEEE arithmetic; rows without them are untouched; padding stays zero."""
-    kernels = getattr(table(library, path), act)
+    kernels = getattr(table(path), act)
     rng = np.random.default_rng(5)
     x, w, _, _ = case(rng, act, 9, 64, 24)
     clean = np.zeros((9, 24), np.float32)
@@ -246,7 +216,7 @@ def test_nan_and_inf_propagate_in_gemms(library: Any, path: str, act: str) -> No
     assert np.isfinite(got[others]).all() and (got[:, 20:] == 0).all()
 
 
-def test_silu_of_infinities_and_extremes(library: Any, path: str) -> None:
+def test_silu_of_infinities_and_extremes(path: str) -> None:
     """silu(-Inf) = NaN (-Inf * 0), silu(Inf) = Inf, and no NaN for large finite inputs."""
     values = np.array(
         [-np.inf, np.inf, np.nan, -1e30, 1e30, -200, -88, 88, 200, 0, -0.0, 1e-30], np.float32
@@ -258,7 +228,7 @@ def test_silu_of_infinities_and_extremes(library: Any, path: str) -> None:
     with np.errstate(all="ignore"):
         halves[0, :, 0] = values
         gemm(
-            table(library, path).f32.swiglu,
+            table(path).f32.swiglu,
             "f32",
             x,
             pack(halves, "f32", k_align=2, interleave=True),
@@ -281,15 +251,14 @@ def test_conversion_to_bf16_is_round_to_nearest_even(bits: list[int]) -> None:
         if not cc.runnable(name):
             continue
         y = np.full(len(x) + 2, 77, np.uint16)
-        kernels = table(ffi.dlopen(str(cc.shared_object(cc.kernel_sources()))), name)
-        kernels.bf16.convert(floats(x), pointer(y), len(x))
+        table(name).bf16.convert(floats(x), pointer(y), len(x))
         assert (y[: len(x)] == want).all(), name
         assert (y[len(x) :] == 77).all()
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 100, 384, 2048])
-def test_vector_kernels_match_numpy(library: Any, path: str, n: int) -> None:
-    k = table(library, path)
+def test_vector_kernels_match_numpy(path: str, n: int) -> None:
+    k = table(path)
     rng = np.random.default_rng(n)
     x, w = rng.standard_normal((2, n)).astype(np.float32) * 3
     guard = np.float32(9)
@@ -316,9 +285,9 @@ def test_vector_kernels_match_numpy(library: Any, path: str, n: int) -> None:
     assert (run(lambda y: k.scale(0.3, floats(y), n), x) == x * np.float32(0.3)).all()
 
 
-def test_exponentials_are_accurate_over_the_whole_range(library: Any, path: str) -> None:
+def test_exponentials_are_accurate_over_the_whole_range(path: str) -> None:
     """Through softmax_block with one key at the maximum: within 3 ulp or two denormal steps."""
-    kernel = table(library, path).f32.softmax_block
+    kernel = table(path).f32.softmax_block
     for start in np.arange(-110, 0, 0.37, np.float32):
         s = np.linspace(start, start + 0.37, 64, dtype=np.float32)
         s = np.minimum(s, 0)
@@ -334,10 +303,10 @@ def test_exponentials_are_accurate_over_the_whole_range(library: Any, path: str)
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_softmax_block_streams(library: Any, path: str, act: str) -> None:
+def test_softmax_block_streams(path: str, act: str) -> None:
     """Blocks in sequence, with every [lo, hi), equal one softmax; -Inf scores weigh nothing; NaN
     and Inf give NaN."""
-    kernel = getattr(table(library, path), act).softmax_block
+    kernel = getattr(table(path), act).softmax_block
     rng = np.random.default_rng(6)
     for lo, hi in [
         (0, 64),
@@ -380,8 +349,8 @@ def test_softmax_block_streams(library: Any, path: str, act: str) -> None:
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_key_to_value_is_a_transpose(library: Any, path: str, act: str) -> None:
-    kernel = getattr(table(library, path), act).key_to_value
+def test_key_to_value_is_a_transpose(path: str, act: str) -> None:
+    kernel = getattr(table(path), act).key_to_value
     rng = np.random.default_rng(7)
     for dims, width in [(16, 18), (17, 18), (31, 31), (32, 34), (48, 56), (64, 72), (512, 576)]:
         keys = rng.standard_normal((64, width)).astype(np.float32)
@@ -400,5 +369,5 @@ def test_key_to_value_is_a_transpose(library: Any, path: str, act: str) -> None:
             assert (got == want).all(), (dims, tokens)
 
 
-def test_each_path_names_itself(library: Any, path: str) -> None:
-    assert ffi.string(table(library, path).name) == path.encode()
+def test_each_path_names_itself(path: str) -> None:
+    assert ffi.string(table(path).name) == path.encode()
