@@ -1,7 +1,7 @@
 """From a model directory to a plan directory: the compile that callers see.
 
 Everything is written aside, locked, and published at the end; a compile that was killed resumes.
-May import every room but pdscope.cli and pdscope.engine.
+May import every room but pdscope.cli.
 """
 
 import contextlib
@@ -67,7 +67,9 @@ def compile_model(
 
     Options: dtype "auto" | "fp32" | "bf16" | "int8" | "int4"; load_format "auto" | "dummy";
     max_context (tokens a sequence may hold); max_rows (rows of one step); target "native" | "any" |
-    a CPU name or feature list; check_weights. `force` replaces an existing plan. `dry_run` stops
+    a CPU name or feature list; check_weights; calibration (a file of text or jsonl to train
+    predictors on); trace_records (rows of it a phase); predictor "auto" | "off", which is the
+    default without a calibration. `force` replaces an existing plan. `dry_run` stops
     before weights and code, but checks that the checkpoint's tensors and tokenizer fit: `out` may
     be None. A compile that is killed leaves no plan; the same
     call resumes behind the last finished pass.

@@ -207,6 +207,10 @@ class TraceWriter:
         with writing(self.path / PROGRESS) as file:
             file.write_text(json.dumps(state), encoding="utf-8")
 
+    def written_bytes(self) -> int:
+        """Bytes of the rows that are on disk."""
+        return sum(self._written.values()) * self.shape.row_bytes()
+
     def finish(self) -> TraceStore:
         """Makes the store one that TraceStore.open reads."""
         assert self._written == dict(self.shape.rows), (self._written, self.shape.rows)
