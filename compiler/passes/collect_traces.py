@@ -7,6 +7,7 @@ pdscope.{documents,engine,errors,plan,routing_records,tokens} and
 pdscope.compiler.{passmanager,source,phaseper,passes.tokenizer_files}.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -25,7 +26,7 @@ from pdscope.compiler.phaseper.traces import LAYER_ARRAYS, TraceShape, TraceStor
 from pdscope.compiler.source import Model, Progress
 from pdscope.documents import read_documents
 from pdscope.engine import Engine
-from pdscope.errors import DiskError, TargetError
+from pdscope.errors import DiskError, PlanError, TargetError
 from pdscope.plan import Plan
 from pdscope.routing_records import Records, RoutingReader, moe_layers
 from pdscope.tokens import Tokenizer
@@ -59,6 +60,9 @@ def collect(
     a store of the same key is gone on with, another's is deleted. start: is told how many tokens
     will be read, `advance` how many were. Raises DiskError when the store would not fit.
     """
+    with contextlib.suppress(PlanError):
+        if (store := TraceStore.open(path)).key == key:
+            return store
     model, layers = engine.plan.model, tuple(moe_layers(engine.plan))
     sizes = {"hidden": model["hidden"], "experts": model["experts"], "top_k": model["top_k"]}
     some = dict.fromkeys(PHASES, 0)
