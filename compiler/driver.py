@@ -175,7 +175,7 @@ def _workspace(out: Path) -> Iterator[Workspace]:
             yield Workspace(root)
         except PdscopeError as e:
             packed = (root / "plan" / "weights").exists()
-            kept = packed and isinstance(e, BudgetError)
+            kept = packed and isinstance(e, BudgetError | InputError)  # of the calibration
             if not kept:  # no use to a second try
                 shutil.rmtree(root, ignore_errors=True)
                 _remove_empty(new)
