@@ -93,6 +93,11 @@ class Options:
                 raise InputError(
                     f"trace_records: expected 1 to {2**31 - 1}, got {self.trace_records}"
                 )
+            if not self.predicts:
+                raise InputError(
+                    f"trace_records: {self.trace_records} rows are wanted, but no predictor: give "
+                    "a --calibration, or --predictor auto, or leave it out"
+                )
         if self.calibration is None:
             return
         file = path("calibration", self.calibration)

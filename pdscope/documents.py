@@ -19,7 +19,7 @@ from pdscope.tokens import Tokenizer
 # end of a line behind so many: a predictor is validated on whole documents, so there must be some.
 PIECE, MOST = 4096, 65536
 
-_WANTED = '{"text": "..."} or {"messages": [{"role": "...", "content": "..."}, ...]}, one a line'
+_WANTED = '{"text": "..."} or {"messages": [...]}, one a line'
 
 
 @dataclass(frozen=True)
@@ -69,29 +69,11 @@ def read_entries(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in _lines(file):
         if not line.strip():
             continue
-        where = f"{file}:{number}"
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
+        if problem := _problem(entry := _parsed(line)):
             raise InputError(
-                f"{where}: is no JSON ({error}), expected {_WANTED}: correct or remove the line"
-            ) from None
-        if not isinstance(entry, dict):
-            what = type(entry).__name__
-            raise InputError(
-                f"{where}: is a JSON {what}, expected {_WANTED}: correct or remove the line"
+                f"{file}:{number}: expected {_WANTED}, but {problem}: correct or remove the line"
             )
-        for name, kind, wanted in (("messages", list, "a list of messages"), ("text", str, "text")):
-            if name in entry and not isinstance(entry[name], kind):
-                what = type(entry[name]).__name__
-                raise InputError(
-                    f"{where}: {name} is {what}, expected {wanted}: correct or remove the line"
-                )
-        if not entry.keys() & {"messages", "text"}:
-            raise InputError(
-                f"{where}: has neither text nor messages, expected {_WANTED}: rename the field, or "
-                "remove the line"
-            )
+        assert isinstance(entry, dict)
         yield number, entry
 
 
@@ -100,11 +82,29 @@ def is_jsonl(file: Path) -> bool:
     if file.suffix in (".jsonl", ".ndjson"):
         return True
     first = next((line for _, line in _lines(file) if line.strip()), "")
-    try:
-        entry = json.loads(first)
-    except (ValueError, RecursionError):
-        return False
+    entry = _parsed(first)
     return isinstance(entry, dict) and bool(entry.keys() & {"messages", "text"})
+
+
+def _parsed(line: str) -> object:
+    """The value of a line; the error that it gives instead of one."""
+    try:
+        value: object = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return error
+    return value
+
+
+def _problem(entry: object) -> str | None:
+    """Why a line's value is no document."""
+    if isinstance(entry, Exception):
+        return f"the line is no JSON ({entry})"
+    if not isinstance(entry, dict):
+        return f"the line is a JSON {type(entry).__name__}"
+    for name, kind, wanted in (("messages", list, "a list"), ("text", str, "a text")):
+        if name in entry and not isinstance(entry[name], kind):
+            return f"{name} is {type(entry[name]).__name__}, not {wanted}"
+    return None if entry.keys() & {"messages", "text"} else "there is neither"
 
 
 def _chats(tokenizer: Tokenizer, file: Path) -> Iterator[Document]:

@@ -323,7 +323,7 @@ def test_a_plan_for_another_cpu_cannot_be_run(
 
 
 def test_off_is_the_default_and_costs_nothing(tmp_path: Path) -> None:
-    for number, options in enumerate(({}, {"predictor": "off"}, {"trace_records": 5})):
+    for number, options in enumerate(({}, {"predictor": "off"})):
         result = compile_model(MODEL, tmp_path / str(number), **options)
         assert not [p.name for p in result.passes if "calib" in p.name or "traces" in p.name]
         assert not result.notes
@@ -334,7 +334,7 @@ def test_faults_of_the_text_come_before_the_weights(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "good"}\n{"txt": 1}\n')
     watch = Watch()
-    with pytest.raises(InputError, match=r"bad.jsonl:2: has neither text nor messages"):
+    with pytest.raises(InputError, match=r"bad.jsonl:2: expected .* but there is neither"):
         collected(tmp_path / "out/p", None, watch, calibration=bad)
     assert "pack weights" not in watch.total
     assert not (tmp_path / "out").exists()
@@ -346,6 +346,7 @@ def test_faults_of_the_text_come_before_the_weights(tmp_path: Path) -> None:
         (["--calibration", "missing.txt"], "calibration: missing.txt: no such file; expected a"),
         (["--calibration", "."], "calibration: .: is no file; expected a text, or jsonl with"),
         (["--calibration", __file__, "--predictor", "off"], "predictor is 'off', which uses none"),
+        (["--trace-records", "5"], "5 rows are wanted, but no predictor: give a --calibration, or"),
     ],
 )
 def test_faults_of_options(tmp_path: Path, arguments: list[str], says: str) -> None:

@@ -123,23 +123,29 @@ def test_separators_within_strings_and_blank_lines(tokenizer: Tokenizer, tmp_pat
 GOOD = lines({"text": "fine"})
 
 
+def but(line: int, problem: str) -> str:
+    return (
+        f':{line}: expected {{"text": "..."}} or {{"messages": [...]}}, one a line, but {problem}'
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (GOOD + '{"text": "cut', ":2: is no JSON"),
-        (GOOD + "[1, 2]\n", ":2: is a JSON list, expected {"),
-        (lines({"txt": "x"}), ":1: has neither text nor messages, expected {"),
-        (lines({"text": 3}), ":1: text is int, expected text"),
-        (lines({"text": None}), ":1: text is NoneType, expected text"),
-        (lines({"messages": "hi"}), ":1: messages is str, expected a list of messages"),
+        (GOOD + '{"text": "cut', but(2, "the line is no JSON")),
+        (GOOD + "[1, 2]\n", but(2, "the line is a JSON list: correct")),
+        (lines({"txt": "x"}), but(1, "there is neither: correct or remove the line")),
+        (lines({"text": 3}), but(1, "text is int, not a text: ")),
+        (lines({"text": None}), but(1, "text is NoneType, not a text: ")),
+        (lines({"messages": "hi"}), but(1, "messages is str, not a list: ")),
         (lines({"messages": []}), ":1: no messages: give at least one"),
         (lines({"messages": [{"content": "x"}]}), ":1: message 0 has no 'role'"),
         (lines({"messages": [{"role": "user"}]}), ":1: message 0: content is missing"),
         (lines({"messages": ["hi"]}), ":1: message 0 has no 'role'"),
-        (lines(turns("a", "b") | {"text": 1}), ":1: text is int, expected text"),
+        (lines(turns("a", "b") | {"text": 1}), but(1, "text is int, not a text: ")),
         ('{"text": "\\ud800"}\n', ":1: the prompt is not valid UTF-8"),
         (GOOD.encode() + b'{"text": "\xff"}', ":2: is not valid UTF-8 (at byte 10 of the line)"),
-        ("[" * 100_000, ":1: is no JSON"),
+        ("[" * 100_000, but(1, "the line is no JSON")),
         ("", ": holds no text, expected at least one document"),
         ("\n \n", ": holds no text"),
     ],
