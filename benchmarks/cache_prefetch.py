@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode_ceiling import make_plan
-from machine import available_memory, plan_folder, spread, usable_cores
+from machine import available_memory, spread, usable_cores
+from whole_models import Model
 
 import pdscope
 from pdscope.errors import InputError, PdscopeError
@@ -105,9 +105,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=("auto", "mmap", "copy"), default="auto")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    plan = asked.plan or plan_folder("bench-qwen3-4-layers")
-    if asked.plan is None:
-        make_plan(plan)
+    plan = asked.plan or Model.of("qwen3").make_plan(BEFORE + asked.tokens, BEFORE)
     result = measure(plan, asked)
     if asked.json:
         print(json.dumps(result, indent=2))

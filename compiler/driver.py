@@ -1,7 +1,7 @@
 """From a model directory to a plan directory: the compile that callers see.
 
 Everything is written aside, locked, and published at the end; a compile that was killed resumes.
-May import every room but pdscope.cli and pdscope.engine.
+May import every room but pdscope.cli.
 """
 
 import contextlib
@@ -68,10 +68,12 @@ def compile_model(
     Options: dtype "auto" | "fp32" | "bf16" | "int8" | "int4"; load_format "auto" | "dummy";
     max_context (tokens a sequence may hold); max_rows (rows of one step); target "native" | "any" |
     a CPU name or feature list; check_weights; cache_prefetch "on" | "off": whether programs predict
-    the next layer's experts and prefetch them into the CPU's cache. `force` replaces an existing
-    plan. `dry_run` stops before weights and code, but checks that the checkpoint's tensors and
-    tokenizer fit: `out` may be None. A compile that is killed leaves no plan; the same call resumes
-    behind the last finished pass.
+    the next layer's experts and prefetch them into the CPU's cache; calibration (a file of text or
+    jsonl to train predictors on); trace_records (rows of it a phase); predictor "auto" | "off",
+    which is the default without a calibration. `force` replaces an existing plan. `dry_run` stops
+    before weights and code, but checks that the checkpoint's tensors and tokenizer fit: `out` may be
+    None. A compile that is killed leaves no plan; the same call resumes behind the last finished
+    pass.
 
     Raises ModelError, TargetError, BudgetError, PlanError or InputError.
     """
@@ -174,7 +176,7 @@ def _workspace(out: Path) -> Iterator[Workspace]:
             yield Workspace(root)
         except PdscopeError as e:
             packed = (root / "plan" / "weights").exists()
-            kept = packed and isinstance(e, BudgetError)
+            kept = packed and isinstance(e, BudgetError | InputError)  # of the calibration
             if not kept:  # no use to a second try
                 shutil.rmtree(root, ignore_errors=True)
                 _remove_empty(new)

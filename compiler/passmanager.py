@@ -1,9 +1,9 @@
 """Run passes over a workspace, keep what they wrote, and skip a pass whose inputs have not changed.
 
-A workspace holds `plan/`, which becomes the plan directory and which passes read and write, and
-`passes/NAME.json`, a record (key, files, sizes, SHA-256) written after each pass; a killed compile
-therefore resumes with the first pass that has no record. May import the standard library and
-pdscope.{errors,config}.
+A workspace holds `plan/`, which becomes the plan directory and which passes read and write,
+`scratch/`, which goes when the plan is there, and `passes/NAME.json`, a record (key, files, sizes,
+SHA-256) written after each pass; a killed compile therefore resumes with the first pass that has no
+record. May import the standard library and pdscope.{errors,config}.
 """
 
 import contextlib
@@ -72,6 +72,10 @@ class Workspace:
     def path(self, relative: str) -> Path:
         return self.plan / relative
 
+    def scratch(self, name: str) -> Path:
+        """A directory in which a pass leaves what later passes need and the plan does not hold."""
+        return self.root / "scratch" / name
+
     def record_path(self, name: str) -> Path:
         return self.root / "passes" / f"{name}.json"
 
@@ -110,6 +114,8 @@ class PassManager:
         key = self._key(step)
         result = self._recorded(step, key)
         if result is None:
+            # An older record would outlive what it is about, were this run killed halfway.
+            ws.record_path(step.name).unlink(missing_ok=True)
             written = step.run(ws)
             files = {
                 p: FileRecord(ws.path(p).stat().st_size, known or sha256_file(ws.path(p)))

@@ -1,6 +1,6 @@
 """The passes of one compile, in order, and the manifest of what they made.
 
-May import every room but pdscope.cli and pdscope.engine.
+May import every room but pdscope.cli.
 """
 
 import hashlib
@@ -16,6 +16,12 @@ from pdscope.compiler import target as targets
 from pdscope.compiler.manifest import derived_fields
 from pdscope.compiler.passes.build_library import BuildLibrary
 from pdscope.compiler.passes.check_weights import CheckWeights
+from pdscope.compiler.passes.collect_traces import (
+    CollectTraces,
+    GenerateCalibration,
+    ReadCalibration,
+    no_traces,
+)
 from pdscope.compiler.passes.emit_source import EmitSource
 from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
@@ -38,6 +44,7 @@ from pdscope.compiler.source import Model
 from pdscope.errors import BudgetError
 from pdscope.ir.graph_text import parse_graph
 from pdscope.ir.isa import ISA_HASH
+from pdscope.plan import Plan
 from pdscope.plan_hash import plan_hash
 from pdscope.schema import FORMAT_VERSION, check_full
 
@@ -69,7 +76,7 @@ class Pipeline:
         self.manager.run(CheckSemantics(self.source, self.config_sha256))
         context = self._context(self.graph.max_context)
         dtype = self.source.dtype(self.graph)
-        self.lowered = Lower(dtype, context, options.predictor).run(self.graph)
+        self.lowered = Lower(dtype, context, options.cache_predictor).run(self.graph)
         # Faults of small files come to light before the weights are read.
         directory, notes = self.source.directory, self.source.notes
         self.generation = generation_ids(directory, self.source.config, self.lowered.vocab)
@@ -99,8 +106,9 @@ class Pipeline:
     def finish(self) -> dict[str, Any]:
         """Weights, code, tokenizer and manifest."""
         run, source, lowered = self.manager.run, self.source, self.lowered
-        self.weights_sha256 = source.weights_sha256()
         run(TokenizerFiles(source.directory, lowered.vocab))
+        text = self._read_calibration()
+        self.weights_sha256 = source.weights_sha256()
         reader = _Lazy(source.reader)
         if source.options.check_weights and source.checkpoint is not None:
             run(CheckWeights(source.checkpoint, self.weights_sha256))
@@ -115,6 +123,9 @@ class Pipeline:
         run(EmitSource(lowered, self.memory, identity, self.target.features, FORMAT_VERSION))
         run(BuildLibrary(self.target.isa))
         manifest["files"] = self._files()  # the source and the library too
+        if self.predicts:
+            self._collect_traces(Plan(self.workspace.plan, manifest), text)
+            manifest["files"] = self._files()
         check_full(manifest)
         # The manifest is the last file: a directory without it is no plan.
         with writing(self.workspace.path("plan.json")) as path:
@@ -122,6 +133,35 @@ class Pipeline:
                 json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
             )
         return manifest
+
+    def _read_calibration(self) -> ReadCalibration | None:
+        """Reads the text, if one is given, before anything that takes long; `predicts` says whether
+        there is to be a predictor."""
+        source = self.source
+        plan = Plan(self.workspace.plan, self.manifest())
+        why = no_traces(source, plan, sum(layer.is_moe for layer in self.lowered.layers))
+        self.predicts = source.options.predicts and why is None
+        if source.options.predicts and why is not None:
+            source.notes.append(why)
+        if not self.predicts or source.options.calibration is None:
+            return None
+        text = ReadCalibration(Path(source.options.calibration), plan, source.progress)
+        self.manager.run(text)
+        return text
+
+    def _collect_traces(self, plan: Plan, text: ReadCalibration | None) -> None:
+        """Of the text, or of what the model itself generates. `plan` is whole but for plan.json."""
+        source = self.source
+        given = text or GenerateCalibration(plan, source.progress)
+        if isinstance(given, GenerateCalibration):
+            source.notes.append(
+                "no --calibration: predictors are trained on the model's own answers to a few "
+                "built-in prompts, so they know less of your topics and languages, and little of "
+                "long prompts; some hundred conversations of your use do better"
+            )
+            self.manager.run(given)
+        rows = source.options.trace_records
+        self.manager.run(CollectTraces(given, plan, rows, source.progress))
 
     def results(self) -> tuple[PassResult, ...]:
         return tuple(self.workspace.records.values())
@@ -198,11 +238,12 @@ def compiler_sha256() -> str:
     not used."""
     digest = hashlib.sha256(pdscope.__version__.encode())
     root = Path(pdscope.__file__).parent
-    for room in ("ir", "models", "compiler", "codegen_templates", "runtime_c"):
-        for path in sorted((root / room).rglob("*")):
-            if path.suffix in (".py", ".j2", ".c", ".h", ".inc"):
-                digest.update(path.relative_to(root).as_posix().encode())
-                digest.update(path.read_bytes())
+    rooms = ("ir", "models", "compiler", "codegen_templates", "runtime_c")
+    files = [p for room in rooms for p in sorted((root / room).rglob("*"))]
+    for path in [*files, *sorted(root.glob("*.py"))]:  # passes run the plan: the engine's too
+        if path.suffix in (".py", ".j2", ".c", ".h", ".inc"):
+            digest.update(path.relative_to(root).as_posix().encode())
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pdscope.arguments import flag, index, text
+from pdscope.arguments import flag, index, path, text
 from pdscope.compiler.checkpoint import (
     Checkpoint,
     DummyWeights,
@@ -26,19 +26,20 @@ from pdscope.plan_hash import DUMMY_WEIGHTS
 DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
 SWITCH = ("on", "off")
+PREDICTORS = ("auto", "off")
 
 
 class Progress(Protocol):
     """What a caller sees of a long compile."""
 
-    def start(self, what: str, total: int) -> None:
-        """A stage of `total` bytes begins."""
+    def start(self, what: str, total: int, unit: str = "bytes") -> None:
+        """A stage of `total` bytes, or "tokens", begins; 0: nobody knows how many."""
 
     def advance(self, amount: int) -> None: ...
 
 
 class Silent:
-    def start(self, what: str, total: int) -> None:
+    def start(self, what: str, total: int, unit: str = "bytes") -> None:
         pass
 
     def advance(self, amount: int) -> None:
@@ -56,17 +57,26 @@ class Options:
     target: str = "native"
     check_weights: bool = False
     cache_prefetch: str = "on"
+    calibration: str | Path | None = None
+    trace_records: int | None = None
+    predictor: str | None = None  # None: auto with a calibration, else off
 
     @property
-    def predictor(self) -> str:
-        """What predicts experts of the next layer, for prefetches."""
+    def cache_predictor(self) -> str:
+        """What predicts experts of the next layer for prefetches into the CPU's cache."""
         return "cross_gate" if self.cache_prefetch == "on" else "none"
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a predictor is wanted."""
+        return (self.predictor or ("off" if self.calibration is None else "auto")) == "auto"
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("dtype", self.dtype, DTYPES),
             ("load_format", self.load_format, LOAD_FORMATS),
             ("cache_prefetch", self.cache_prefetch, SWITCH),
+            ("predictor", "off" if self.predictor is None else self.predictor, PREDICTORS),
         ):
             if not isinstance(value, str) or value not in known:
                 raise InputError(
@@ -82,6 +92,34 @@ class Options:
             raise InputError(f"max_context: expected at least 1, got {self.max_context}")
         if not 1 <= self.max_rows <= 65536:
             raise InputError(f"max_rows: expected 1 to 65536, got {self.max_rows}")
+        self._check_prediction()
+
+    def _check_prediction(self) -> None:
+        if self.trace_records is not None:
+            object.__setattr__(self, "trace_records", index("trace_records", self.trace_records))
+            if not 1 <= self.trace_records < 2**31:
+                raise InputError(
+                    f"trace_records: expected 1 to {2**31 - 1}, got {self.trace_records}"
+                )
+            if not self.predicts:
+                raise InputError(
+                    f"trace_records: {self.trace_records} rows are wanted, but no predictor: give "
+                    "a --calibration, or --predictor auto, or leave it out"
+                )
+        if self.calibration is None:
+            return
+        file = path("calibration", self.calibration)
+        object.__setattr__(self, "calibration", file)
+        if self.predictor == "off":
+            raise InputError(
+                f"calibration: {file} is given, but predictor is 'off', which uses none: leave one "
+                "of them out"
+            )
+        if not file.is_file():
+            what = "is no file" if file.exists() else "no such file"
+            raise InputError(
+                f"calibration: {file}: {what}; expected a text, or jsonl with text or messages"
+            )
 
 
 @dataclass

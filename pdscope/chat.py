@@ -94,18 +94,55 @@ class ChatTemplate:
         `transformers serve` does; a message with tool_calls may have none. Which roles there are
         is the template's. Raises InputError naming the message and its field.
         """
+        return self._render(_plain(messages), options)
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a whole conversation, no turn added, and the pieces of it, [begin, end) in
+        characters, that the assistant wrote: its contents, without the template's own marks.
+
+        A content is looked for behind what the template makes of the messages before it. One that
+        the template changes or drops is not found, and counts as text of the prompt.
+        """
+        plain = _plain(messages)
+        whole = self._render(plain, {"add_generation_prompt": False})
+        spans, at = [], 0
+        for index, message in enumerate(plain):
+            content = message["content"].strip()
+            if message["role"] == "assistant" and index:
+                at = max(at, self._prompt_end(plain[:index], whole))
+            found = whole.find(content, at) if content else -1
+            if found < 0:
+                continue
+            at = found + len(content)
+            if message["role"] == "assistant":
+                spans.append((found, at))
+        return whole, spans
+
+    def _prompt_end(self, before: list[dict[str, Any]], whole: str) -> int:
+        """Where the prompt made of the messages `before` ends in `whole`; 0: it does not begin so,
+        or the template refuses them."""
+        try:
+            prompt = self._render(before, {})
+        except InputError:
+            return 0
+        return len(prompt) if whole.startswith(prompt) else 0
+
+    def _render(self, plain: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         from pdscope.codegen_templates import render_chat
 
-        if not messages:
-            raise InputError("no messages: give at least one {'role': 'user', 'content': ...}")
-        for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or "role" not in message:
-                raise InputError(
-                    f"message {index} has no 'role': give {{'role', 'content'}} objects"
-                )
-        plain = [{**m, "content": _content(i, m)} for i, m in enumerate(messages)]
-        variables = {**self.special, **options}
-        return render_chat(self.source, plain, self.where, **variables)
+        return render_chat(self.source, plain, self.where, **{**self.special, **options})
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with contents that are text; InputError names what is none."""
+    if not messages:
+        raise InputError("no messages: give at least one {'role': 'user', 'content': ...}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise InputError(f"message {index} has no 'role': give {{'role', 'content'}} objects")
+    return [{**m, "content": _content(i, m)} for i, m in enumerate(messages)]
 
 
 def _content(index: int, message: Mapping[str, Any]) -> str:

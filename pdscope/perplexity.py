@@ -1,18 +1,18 @@
 """Perplexity of a plan on texts: how much its weights' format costs.
 
-May import numpy and pdscope.{engine,errors,plan}.
+May import numpy and pdscope.{documents,engine,errors}.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pdscope.documents import read_entries
 from pdscope.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,8 +79,22 @@ def measure(engine: "Engine", windows: Iterable[NDArray[np.int32]]) -> Perplexit
 
 def _texts(engine: "Engine", file: Path) -> Iterator[NDArray[np.int32]]:
     tokenizer = engine.tokenizer
+    if file.suffix != ".jsonl":
+        yield tokenizer.encode(_text(file))
+        return
+    for number, entry in read_entries(file):
+        if "messages" not in entry:
+            yield tokenizer.encode(entry["text"])
+            continue
+        try:
+            yield tokenizer.encode_chat(entry["messages"], add_generation_prompt=False)
+        except InputError as error:
+            raise InputError(f"{file}:{number}: {error}") from None
+
+
+def _text(file: Path) -> str:
     try:
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}: expected a text file in UTF-8") from None
     except UnicodeDecodeError as error:
@@ -88,29 +102,3 @@ def _texts(engine: "Engine", file: Path) -> Iterator[NDArray[np.int32]]:
             f"{file}: is not valid UTF-8 (at byte {error.start}): convert it first, e.g. with "
             "iconv -t utf-8"
         ) from None
-    if file.suffix != ".jsonl":
-        yield tokenizer.encode(text)
-        return
-    for number, line in enumerate(text.splitlines(), 1):
-        entry = _entry(file, number, line)
-        if "messages" in entry:
-            try:
-                yield tokenizer.encode_chat(entry["messages"], add_generation_prompt=False)
-            except InputError as error:
-                raise InputError(f"{file}:{number}: {error}") from None
-        else:
-            yield tokenizer.encode(entry["text"])
-
-
-def _entry(file: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        entry = None
-    if isinstance(entry, dict) and (
-        isinstance(entry.get("text"), str) or isinstance(entry.get("messages"), list)
-    ):
-        return entry
-    raise InputError(
-        f'{file}:{number}: expected {{"text": "..."}} or {{"messages": [...]}}, one a line'
-    )

@@ -68,6 +68,22 @@ class Tokenizer:
         template = ChatTemplate.of(self._plan, self._config)
         return self.encode(template.render(messages, **options), special=False)
 
+    def encode_marked(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Ids [n] of a whole conversation, and which of them the assistant wrote; see
+        ChatTemplate.render_marked. A token belongs to the side that its first character is of.
+        """
+        template = ChatTemplate.of(self._plan, self._config)
+        text, spans = template.render_marked(messages)
+        checked_text("the conversation", text)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
+        mark = np.zeros(len(begins), np.bool_)
+        for begin, end in spans:
+            mark |= (begins >= begin) & (begins < end)
+        return np.array(encoding.ids, np.int32), mark
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of ids."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
