@@ -71,8 +71,8 @@ def compile_model(
     the next layer's experts and prefetch them into the CPU's cache; calibration (a file of text or
     jsonl to train predictors on); trace_records (rows of it a phase); predictor "auto" | "off",
     which is the default without a calibration. `force` replaces an existing plan. `dry_run` stops
-    before weights and code, but checks that the checkpoint's tensors and tokenizer fit: `out` may be
-    None. A compile that is killed leaves no plan; the same call resumes behind the last finished
+    before weights and code, but checks that the checkpoint's tensors and tokenizer fit: `out` may
+    be None. A compile that is killed leaves no plan; the same call resumes behind the last finished
     pass.
 
     Raises ModelError, TargetError, BudgetError, PlanError or InputError.

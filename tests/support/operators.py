@@ -222,7 +222,7 @@ def quant_bytes(t: Any) -> int:
 
 
 def widest_input(layer: Any) -> int:
-    """Of the layer's parallel jobs, a row of the step. Both stages of an MLP are one job, and so are
+    """Of the layer's parallel jobs, a row of the step. Both stages of an MLP are one job, as are
     routed and shared experts, which read the same rows if their formats are the same."""
     a, shared, experts = layer.attn, layer.shared, layer.experts
     gate_up = quant_bytes(experts.gate_up)
