@@ -1,9 +1,10 @@
 """Heuristics that predict the next MoE layer's experts without training; PhasePer must beat them.
 
 previous: the experts of layer l+1 at the token before; frequency: the most often chosen ones;
-transition: a first-order table from layer l's experts to l+1's; cross_gate (Fate): the gate of layer
-l+1 on layer l's gate input, with the family's own rule of choice. Each gives scores [n, experts],
-higher is likelier. May import numpy, pdscope.ir.graph and pdscope.compiler.phaseper.metrics.
+transition: a first-order table from layer l's experts to l+1's; cross_gate (Fate): the gate of
+layer l+1 on layer l's gate input, with the family's own rule of choice. Each gives scores [n,
+experts], higher is likelier. May import numpy, pdscope.ir.graph and
+pdscope.compiler.phaseper.metrics.
 """
 
 from dataclasses import dataclass
@@ -34,6 +35,14 @@ class Gate:
         """[n, experts] from the gate's input [n, hidden]."""
         out: Array = a @ self.weight.T
         return out
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What two rivals know: `frequency` [experts], `transition` [experts of l, experts of l+1]."""
+
+    frequency: Array
+    transition: Array
 
 
 def choice_scores(attrs: GateAttrs, bias: Array | None, logits: Array) -> Array:

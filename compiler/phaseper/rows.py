@@ -17,7 +17,7 @@ from torch import Tensor
 from pdscope.compiler.phaseper import rivals
 from pdscope.compiler.phaseper.metrics import Array, Ids, membership
 from pdscope.compiler.phaseper.nets import BLOCKS, PREVIOUS, PREVIOUS_NEXT
-from pdscope.compiler.phaseper.rivals import Gate
+from pdscope.compiler.phaseper.rivals import Gate, Tables
 from pdscope.compiler.phaseper.store import Store
 from pdscope.compiler.quantise import to_float32
 
@@ -46,8 +46,8 @@ class PhaseRows:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """gates: of every MoE layer but the first, by model-layer number. `dtype`: of matrix
-        products in training."""
+        """gates: of every MoE layer but the first, by model-layer number; evaluation can do without
+        them. `dtype`: of matrix products in training."""
         self.phase, self.device, self.dtype = phase, device, dtype
         self.layers, self.experts, self.top_k = list(store.layers), store.experts, store.top_k
         self.hidden = store.hidden
@@ -61,7 +61,7 @@ class PhaseRows:
         self._a: list[Tensor] = []
         if device.type != "cpu":
             self._a = [_bf16(np.array(t.a)).to(device) for t in self._traces[:-1]]
-        self._scores = [self._gate_scores(pair) for pair in self.pairs]
+        self._scores: dict[int, NDArray[np.float16]] = {}
         # Powers of two: they fold into bf16 weights without rounding.
         self.scale = torch.ones(len(self.pairs), self.hidden + len(self.blocks) * self.experts)
         for pair in self.pairs:
@@ -89,35 +89,44 @@ class PhaseRows:
             made.append(membership(following.prev[rows], self.experts).astype(np.float32))
         return np.concatenate(made, 1)
 
+    def inputs(self, pairs: Sequence[int], rows: NDArray[np.int64]) -> Tensor:
+        """x of `batch` alone."""
+        made = {pair: self._inputs(pair, rows) for pair in sorted(set(pairs))}
+        return torch.stack([made[pair] for pair in pairs])
+
     def batch(self, pairs: Sequence[int], rows: NDArray[np.int64]) -> Batch:
         """`pairs[i]` is what net i predicts; a pair may occur more than once."""
-        unique = sorted(set(pairs))
-        x = torch.stack([self._inputs(pair, rows) for pair in unique])
-        truth = np.stack([membership(self.chosen(p, rows), self.experts) for p in unique])
-        scores = np.stack([self._scores[p][rows] for p in unique])
-        y = torch.from_numpy(truth).to(self.device).float()
-        q = torch.from_numpy(scores).to(self.device).float()
-        if unique != list(pairs):
-            index = torch.tensor([unique.index(p) for p in pairs], device=self.device)
-            x, y, q = x[index], y[index], q[index]
-        return Batch(x, y, q)
+        truth = {p: membership(self.chosen(p, rows), self.experts) for p in sorted(set(pairs))}
+        y = torch.from_numpy(np.stack([truth[p] for p in pairs]))
+        q = torch.from_numpy(np.stack([self._gate_scores(p)[rows] for p in pairs]))
+        return Batch(self.inputs(pairs, rows), y.to(self.device).float(), q.to(self.device).float())
 
     def frequency(self, pair: int) -> Array:
         """Share of the training rows that chose each of the next layer's experts [experts]."""
         return rivals.frequency(self.chosen(pair, self.train), self.experts)
 
-    def rival_scores(self, pair: int, rows: NDArray[np.int64]) -> dict[str, Array]:
-        """Scores [rows, experts] of every rival; tables are of the training rows."""
-        layer, following = self._traces[pair], self._traces[pair + 1]
-        likely = self.frequency(pair)
-        source, chosen = layer.e[self.train], following.e[self.train]
+    def tables(self, pair: int) -> Tables:
+        """Of the training rows."""
+        source = self._traces[pair].e[self.train]
+        chosen = self.chosen(pair, self.train)
         table = rivals.transition(source, chosen, self.experts)
-        return {
-            rivals.CROSS_GATE: self._choice(pair, self.a(pair, rows)),
+        return Tables(self.frequency(pair), table)
+
+    def rival_scores(self, pair: int, rows: NDArray[np.int64], tables: Tables) -> dict[str, Array]:
+        """Scores [rows, experts] of every rival; without gates none of the cross-layer gate."""
+        layer, following = self._traces[pair], self._traces[pair + 1]
+        likely = tables.frequency
+        found = {
             rivals.PREVIOUS: rivals.previous_scores(following.prev[rows], likely),
             rivals.FREQUENCY: np.broadcast_to(likely, (len(rows), self.experts)),
-            rivals.TRANSITION: rivals.transition_scores(table, layer.e[rows], layer.w[rows]),
+            rivals.TRANSITION: rivals.transition_scores(
+                tables.transition, layer.e[rows], layer.w[rows]
+            ),
         }
+        if self.layers[pair + 1] in self.gates:
+            cross = self._choice(pair, self.a(pair, rows))
+            found = {rivals.CROSS_GATE: cross, **found}
+        return found
 
     def _inputs(self, pair: int, rows: NDArray[np.int64]) -> Tensor:
         if self._a:
@@ -135,13 +144,16 @@ class PhaseRows:
 
     def _gate_scores(self, pair: int) -> NDArray[np.float16]:
         """What the next layer's gate took its choice from, at least 0 and summing to 1 [rows,
-        experts]."""
+        experts]; computed once."""
+        if pair in self._scores:
+            return self._scores[pair]
         a = self._traces[pair + 1].a
         out = np.empty((len(a), self.experts), np.float16)
         for at in range(0, len(a), CHUNK):
             choice = self._choice(pair, to_float32(a[at : at + CHUNK]))
             positive = np.maximum(choice, 1e-6)
             out[at : at + CHUNK] = positive / positive.sum(1, keepdims=True)
+        self._scores[pair] = out
         return out
 
 

@@ -8,12 +8,11 @@ byte. May import numpy, torch, pdscope.errors and pdscope.compiler.phaseper.*.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -281,7 +280,7 @@ def logits(
     made = []
     with torch.no_grad():
         for at in range(0, len(ids), CHUNK):
-            x = rows.batch(pairs, ids[at : at + CHUNK]).x
+            x = rows.inputs(pairs, ids[at : at + CHUNK])
             made.append(forward(shape, parameters, x, rows.dtype).cpu().numpy())
     if not made:
         return np.zeros((len(pairs), 0, rows.experts), np.float32)
