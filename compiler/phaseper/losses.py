@@ -13,6 +13,7 @@ from torch.nn import functional
 
 PAPER_OUTER_PREFILL, PAPER_OUTER_DECODE = "inverse-frequency+focal", "focal"
 BCE, DISTILL = "bce", "distill"
+TEMPERATURE = 2.0  # measured: better hit rates than 1, 1.5 and 3
 LOSSES = (PAPER_OUTER_PREFILL, PAPER_OUTER_DECODE, BCE, DISTILL)
 
 
@@ -53,9 +54,12 @@ def inverse_frequency(logits: Tensor, truth: Tensor, frequency: Tensor) -> Tenso
 
 
 def distill(logits: Tensor, scores: Tensor) -> Tensor:
-    """Cross-entropy [nets, rows] against the next gate's scores, which sum to 1 over the
-    experts."""
-    return -(scores * functional.log_softmax(logits, -1)).sum(-1)
+    """Cross-entropy [nets, rows] against the next gate's scores, which sum to 1 over the experts,
+    both at TEMPERATURE: what counts is the order around the top_k-th expert, not the first one's
+    lead."""
+    soft = scores.pow(1 / TEMPERATURE)
+    soft = soft / soft.sum(-1, keepdim=True)
+    return -(soft * functional.log_softmax(logits / TEMPERATURE, -1)).sum(-1)
 
 
 def stacked_loss(

@@ -34,7 +34,8 @@ def hits(scores: Array, chosen: Ids) -> NDArray[np.float64]:
     """[n]: share of a row's chosen experts [n, k] among its k best scores [n, experts]."""
     k = chosen.shape[1]
     truth = membership(chosen, scores.shape[1])
-    return np.take_along_axis(truth, top(scores, k), 1).sum(1) / k
+    found: NDArray[np.float64] = np.take_along_axis(truth, top(scores, k), 1).sum(1) / k
+    return found
 
 
 def hit_rate(scores: Array, chosen: Ids) -> float:

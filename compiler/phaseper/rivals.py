@@ -63,7 +63,8 @@ def choice_scores(attrs: GateAttrs, bias: Array | None, logits: Array) -> Array:
         masked = grouped.copy()
         np.put_along_axis(masked, lost[:, :, None], np.float32(attrs.masked_score), 1)
         choice = masked.reshape(choice.shape)
-    return choice.astype(np.float32)
+    out: Array = choice.astype(np.float32)
+    return out
 
 
 def frequency(chosen: Ids, experts: int) -> Array:

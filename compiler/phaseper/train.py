@@ -231,7 +231,7 @@ def _train_stack(
         logits = forward(shape, parameters, b.x, rows.dtype)
         loss = stacked_loss(specs, logits, b.truth, b.scores, frequency)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         progress(len(ids) * len(jobs))
         if step in looks and best.look(parameters, step * batch) >= options.patience:
