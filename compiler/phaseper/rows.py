@@ -1,8 +1,8 @@
 """Batches for training and evaluation from a trace store: dense inputs, targets, gate scores.
 
 A pair is a MoE layer and the next one, by its index: pair i is (layers[i], layers[i + 1]). May
-import numpy, torch, pdscope.compiler.quantise and pdscope.compiler.phaseper.{metrics,nets,rivals,
-store}.
+import numpy, torch, pdscope.compiler.quantise and pdscope.compiler.phaseper.{calibrate,losses,
+metrics,nets,rivals,store}.
 """
 
 import math
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdscope.compiler.phaseper import rivals
+from pdscope.compiler.phaseper.calibrate import probabilities
+from pdscope.compiler.phaseper.losses import SLOPE
 from pdscope.compiler.phaseper.metrics import Array, Ids, membership
 from pdscope.compiler.phaseper.nets import BLOCKS, PREVIOUS, PREVIOUS_NEXT
 from pdscope.compiler.phaseper.rivals import Gate, Tables
@@ -27,11 +29,12 @@ CHUNK = 8192  # rows that are scored at a time
 @dataclass(frozen=True)
 class Batch:
     """For each net, in the same order: x [nets, rows, inputs] as `dtype`; truth [nets, rows,
-    experts] in {0, 1}; scores [nets, rows, experts], the next gate's, summing to 1."""
+    experts] in {0, 1}; soft [nets, rows, experts] in (0, 1), the next gate's choice with its
+    doubts, see losses.distill."""
 
     x: Tensor
     truth: Tensor
-    scores: Tensor
+    soft: Tensor
 
 
 class PhaseRows:
@@ -61,7 +64,7 @@ class PhaseRows:
         self._a: list[Tensor] = []
         if device.type != "cpu":
             self._a = [_bf16(np.array(t.a)).to(device) for t in self._traces[:-1]]
-        self._scores: dict[int, NDArray[np.float16]] = {}
+        self._soft: dict[int, NDArray[np.float16]] = {}
         # Powers of two: they fold into bf16 weights without rounding.
         self.scale = torch.ones(len(self.pairs), self.hidden + len(self.blocks) * self.experts)
         for pair in self.pairs:
@@ -98,7 +101,7 @@ class PhaseRows:
         """`pairs[i]` is what net i predicts; a pair may occur more than once."""
         truth = {p: membership(self.chosen(p, rows), self.experts) for p in sorted(set(pairs))}
         y = torch.from_numpy(np.stack([truth[p] for p in pairs]))
-        q = torch.from_numpy(np.stack([self._gate_scores(p)[rows] for p in pairs]))
+        q = torch.from_numpy(np.stack([self._soft_choice(p)[rows] for p in pairs]))
         return Batch(self.inputs(pairs, rows), y.to(self.device).float(), q.to(self.device).float())
 
     def frequency(self, pair: int) -> Array:
@@ -142,18 +145,17 @@ class PhaseRows:
         logits = torch.from_numpy(a).to(self.device) @ weight.T
         return rivals.choice_scores(gate.attrs, gate.bias, logits.cpu().numpy())
 
-    def _gate_scores(self, pair: int) -> NDArray[np.float16]:
-        """What the next layer's gate took its choice from, at least 0 and summing to 1 [rows,
-        experts]; computed once."""
-        if pair in self._scores:
-            return self._scores[pair]
+    def _soft_choice(self, pair: int) -> NDArray[np.float16]:
+        """[rows, experts] of all rows; computed once."""
+        if pair in self._soft:
+            return self._soft[pair]
         a = self._traces[pair + 1].a
         out = np.empty((len(a), self.experts), np.float16)
         for at in range(0, len(a), CHUNK):
             choice = self._choice(pair, to_float32(a[at : at + CHUNK]))
-            positive = np.maximum(choice, 1e-6)
-            out[at : at + CHUNK] = positive / positive.sum(1, keepdims=True)
-        self._scores[pair] = out
+            score = np.log(np.maximum(choice, 1e-9))
+            out[at : at + CHUNK] = probabilities(score, self.top_k, 1 / SLOPE)
+        self._soft[pair] = out
         return out
 
 

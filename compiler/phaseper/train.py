@@ -229,7 +229,7 @@ def _train_stack(
             group["lr"] = options.learning_rate * _schedule(step, steps)
         b = rows.batch(pairs, ids)
         logits = forward(shape, parameters, b.x, rows.dtype)
-        loss = stacked_loss(specs, logits, b.truth, b.scores, frequency)
+        loss = stacked_loss(specs, logits, b.truth, b.soft, frequency, rows.top_k)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()

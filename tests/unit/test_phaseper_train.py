@@ -26,7 +26,7 @@ from pdscope.errors import BudgetError, PlanError
 
 CPU = torch.device("cpu")
 QUICK = train.TrainOptions(
-    width=32, batch=128, rows=30_000, search_rows=(4_000, 8_000), learning_rate=1e-2
+    width=32, batch=128, rows=20_000, search_rows=(2_000, 4_000), learning_rate=1e-2
 )
 
 
@@ -48,21 +48,23 @@ def test_losses_by_hand() -> None:
     weights = [5.0, 1 / 0.6]
     mean = sum(weights) / 2
     rare = [plain[0] * weights[0] / mean, plain[1] * weights[1] / mean]
-    scores = torch.tensor([[[0.75, 0.25]]])
-    soft = torch.softmax(logits[0, 0] / 2, 0)
-    first = 0.75**0.5 / (0.75**0.5 + 0.25**0.5)  # of the scores, at temperature 2
+    soft = torch.tensor([[[0.9, 0.2]]])
+    half = (float(logits[0, 0, 0]) - float(logits[0, 0, 1])) / 2  # from either logit to the edge
+    margin = 1 / (1 + math.exp(-2 * half))
+    doubt = [0.9 * math.log(margin) + 0.1 * math.log(1 - margin)]
+    doubt += [0.2 * math.log(1 - margin) + 0.8 * math.log(margin)]
     expected = {
         losses.LossSpec(losses.BCE): sum(plain) / 2,
         losses.LossSpec(losses.PAPER_OUTER_DECODE, 0, 2): sum(focal) / 2,
         losses.LossSpec(losses.PAPER_OUTER_PREFILL, 3, 2): sum(rare) / 2 + 3 * sum(focal) / 2,
-        losses.LossSpec(losses.DISTILL): -float(first * soft[0].log() + (1 - first) * soft[1].log()),
+        losses.LossSpec(losses.DISTILL): -sum(doubt) / 2,
     }
     for spec, value in expected.items():
-        found = losses.stacked_loss([spec], logits, truth, scores, frequency)
+        found = losses.stacked_loss([spec], logits, truth, soft, frequency, 1)
         assert float(found) == pytest.approx(value, rel=1e-5), spec
     specs = list(expected)
-    many = [t.expand(len(specs), -1, -1) for t in (logits, truth, scores, frequency)]
-    assert float(losses.stacked_loss(specs, *many)) == pytest.approx(sum(expected.values()))
+    many = [t.expand(len(specs), -1, -1) for t in (logits, truth, soft, frequency)]
+    assert float(losses.stacked_loss(specs, *many, 1)) == pytest.approx(sum(expected.values()))
 
 
 def test_the_paper_s_loss_of_each_group() -> None:
