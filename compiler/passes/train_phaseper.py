@@ -1,19 +1,22 @@
 """Train and choose the predictors of a plan: phaseper/layerNNN.safetensors and phaseper.json.
 
-May import numpy, pdscope.compiler.passmanager and pdscope.compiler.phaseper; torch comes with its
-modules, when the pass runs.
+May import numpy, pdscope.compiler.{lowered,passmanager,quantise} and pdscope.compiler.phaseper;
+torch comes with its modules, when the pass runs.
 """
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pdscope.compiler.lowered import Layer, Rows, Tensor
+from pdscope.compiler.passes.pack_weights import WeightReader
 from pdscope.compiler.passmanager import Workspace
+from pdscope.compiler.phaseper.rivals import Gate
+from pdscope.compiler.quantise import to_float32
 
 if TYPE_CHECKING:
-    from pdscope.compiler.phaseper.rivals import Gate
     from pdscope.compiler.phaseper.store import Store
     from pdscope.compiler.phaseper.train import TrainOptions
 
@@ -26,7 +29,7 @@ class TrainPhasePer:
 
     traces: Callable[[], "Store"] = field(repr=False)
     key: str
-    gates: Callable[[], Mapping[int, "Gate"]] = field(repr=False)
+    gates: Callable[[], Mapping[int, Gate]] = field(repr=False)
     options: "TrainOptions"
     device: str = "auto"
     start: Callable[[int], None] = lambda _: None  # receives the rows to train on, an estimate
@@ -55,3 +58,21 @@ class TrainPhasePer:
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def model_gates(layers: Sequence[Layer], weights: WeightReader) -> dict[int, Gate]:
+    """The gate of every MoE layer that has one before it, by model-layer number."""
+
+    def values(tensor: Tensor) -> Any:
+        assert isinstance(tensor.source, Rows)
+        (parameter,) = tensor.source.params
+        return to_float32(weights.get(parameter))
+
+    numbered = [(number, layer.gate) for number, layer in enumerate(layers)]
+    gates = [(number, gate) for number, gate in numbered if gate is not None]
+    return {
+        number: Gate(
+            gate.attrs, values(gate.weight), None if gate.bias is None else values(gate.bias)
+        )
+        for number, gate in gates[1:]
+    }
