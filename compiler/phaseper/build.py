@@ -11,10 +11,9 @@ import torch
 
 from pdscope.compiler.phaseper.groups import find_groups
 from pdscope.compiler.phaseper.predictor_file import FORMAT, layer_bytes, layer_file
-from pdscope.compiler.phaseper.rivals import Gate
 from pdscope.compiler.phaseper.rows import PhaseRows
 from pdscope.compiler.phaseper.select import entry, select
-from pdscope.compiler.phaseper.store import Store
+from pdscope.compiler.phaseper.store import Gate, Store
 from pdscope.compiler.phaseper.train import TrainOptions, train_phases
 from pdscope.errors import InputError
 
