@@ -8,6 +8,7 @@ nets,rivals,store}.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,6 +61,9 @@ class PhaseRows:
         self.train = np.flatnonzero(~split)
         self.validation = np.flatnonzero(split)
         self.pairs = range(len(self.layers) - 1)
+        self._e = [_to(t.e, device) for t in self._traces]
+        self._w = [_to(t.w, device) for t in self._traces]
+        self._prev = [_to(t.prev, device) for t in self._traces]
         self._a: dict[int, Tensor] = {}
         self._soft: dict[int, Tensor] = {}
         # Powers of two: they fold into bf16 weights without rounding.
@@ -107,14 +111,15 @@ class PhaseRows:
 
     def inputs(self, pairs: Sequence[int], rows: NDArray[np.int64]) -> Tensor:
         """x of `batch` alone."""
-        made = {pair: self._inputs(pair, rows) for pair in sorted(set(pairs))}
+        where = torch.from_numpy(rows).to(self.device)
+        made = {pair: self._inputs(pair, rows, where) for pair in sorted(set(pairs))}
         return torch.stack([made[pair] for pair in pairs])
 
     def batch(self, pairs: Sequence[int], rows: NDArray[np.int64]) -> Batch:
         """`pairs[i]` is what net i predicts; a pair may occur more than once."""
         unique = sorted(set(pairs))
-        truth = {p: self._dense(self.chosen(p, rows)) for p in unique}
         where = torch.from_numpy(rows).to(self.device)
+        truth = {p: self._dense(self._e[p + 1][where]) for p in unique}
         soft = {p: self._soft_choice(p)[where].float() for p in unique}
         return Batch(
             self.inputs(pairs, rows),
@@ -149,30 +154,26 @@ class PhaseRows:
             found = {rivals.CROSS_GATE: cross.cpu().numpy(), **found}
         return found
 
-    def _inputs(self, pair: int, rows: NDArray[np.int64]) -> Tensor:
-        layer, following = self._traces[pair], self._traces[pair + 1]
-        parts = [self._gate_inputs(pair, rows).to(self.dtype)]
-        routed = float(self.scale[pair, self.hidden])
-        parts.append(self._dense(layer.e[rows], layer.w[rows] * np.float32(routed)))
+    def _inputs(self, pair: int, rows: NDArray[np.int64], where: Tensor) -> Tensor:
+        a = self._a[pair][where] if pair in self._a else self._gate_inputs(pair, rows)
+        routed = self._w[pair][where] * float(self.scale[pair, self.hidden])
+        parts = [a, self._dense(self._e[pair][where], routed)]
         if PREVIOUS in self.blocks:
-            parts.append(self._dense(layer.prev[rows]))
+            parts.append(self._dense(self._prev[pair][where]))
         if PREVIOUS_NEXT in self.blocks:
-            parts.append(self._dense(following.prev[rows]))
+            parts.append(self._dense(self._prev[pair + 1][where]))
         return torch.cat([p.to(self.dtype) for p in parts], 1)
 
     def _gate_inputs(self, pair: int, rows: NDArray[np.int64]) -> Tensor:
-        if pair in self._a:
-            return self._a[pair][torch.from_numpy(rows).to(self.device)]
         return _bf16(self._traces[pair].a[rows]).to(self.device)
 
-    def _dense(self, ids: Ids, values: Array | None = None) -> Tensor:
+    def _dense(self, ids: Tensor, values: Tensor | None = None) -> Tensor:
         """fp32 [rows, experts], `values` or 1 at the ids [rows, k]; negative ids are nobody."""
-        at = torch.from_numpy(ids.astype(np.int64)).to(self.device)
-        at = torch.where(at < 0, self.experts, at)
+        at = torch.where(ids < 0, self.experts, ids).long()
         out = torch.zeros(len(ids), self.experts + 1, device=self.device)
         if values is None:
             return out.scatter_(1, at, 1.0)[:, : self.experts]
-        return out.scatter_(1, at, torch.from_numpy(values).to(self.device))[:, : self.experts]
+        return out.scatter_(1, at, values)[:, : self.experts]
 
     def _choice(self, pair: int, a: Tensor) -> Tensor:
         gate = self.gates[self.layers[pair + 1]]
@@ -190,6 +191,10 @@ class PhaseRows:
                 parts.append(soft.half())
             self._soft[pair] = torch.cat(parts)
         return self._soft[pair]
+
+
+def _to(array: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(array)).to(device)
 
 
 def _bf16(bits: NDArray[np.uint16]) -> Tensor:
