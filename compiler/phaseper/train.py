@@ -137,7 +137,7 @@ def train_phases(
             found[phase] = train_slice(rows, list(rows.pairs), groups, options, progress)
             rows.release()
         return found
-    with _one_thread_each(), ThreadPoolExecutor(max(1, threads)) as pool:
+    with ThreadPoolExecutor(max(1, threads)) as pool:
         for (phase, _), trained in zip(work, pool.map(one, work), strict=True):
             found[phase] += trained
     for rows in phases.values():
@@ -318,8 +318,9 @@ def _schedule(step: int, steps: int) -> float:
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Within the block every operation of torch runs on the thread that asked for it."""
+def one_thread_each() -> Iterator[None]:
+    """Within the block every operation of torch runs on the thread that asked for it: sums are
+    taken in one order, however many cores there are."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
