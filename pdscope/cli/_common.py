@@ -74,9 +74,9 @@ def _of_system(error: OSError) -> str:
     what = error.filename
     reason = error.strerror or str(error)
     full = disk_fault(error, f"{reason}; free some space, or write to another file or disk")
-    # Unbuffered output keeps nothing to try again; of the writers, it alone names no file.
-    unbuffered = full and getattr(sys.stdout, "write_through", False)
-    if what is None and (unbuffered or _output_is_stuck()):
+    # Of the writers, standard output alone names no file. Where its buffer is off or too small for
+    # what was written, it keeps nothing to try again.
+    if what is None and (full or _output_is_stuck()):
         what = "standard output"
         _drop_output()
     if full:
@@ -122,7 +122,7 @@ def command(name: str) -> Callable[[Callable[..., Any]], Command]:
 
 def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say what of the machine an engine uses: threads, isa, pin, weights,
-    cache prefetch."""
+    cache prefetch, predictors."""
     for option in reversed(
         (
             click.option(
@@ -153,6 +153,13 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 type=click.Choice(("auto", "on", "off")),
                 help="Prefetch predicted experts into the CPU's cache. Default: "
                 "PDSCOPE_CACHE_PREFETCH, or auto: if it gains.",
+            ),
+            click.option(
+                "--predictor",
+                type=click.Choice(("auto", "off")),
+                default="auto",
+                help="What predicts experts. auto: what the plan chose for each layer. off: the "
+                "next layer's gate.",
             ),
         )
     ):
