@@ -1,0 +1,329 @@
+"""Training of PhasePer's nets: many side by side in stacked weights, and the search for each one's
+loss and width.
+
+Nets are independent: each has its own rows of the stacked tensors and its own share of the summed
+loss, so that a net comes out the same whatever it is stacked with. On a CPU the work is cut into
+fixed slices of nets, one thread each, so that neither the number of cores nor their load changes a
+byte. May import numpy, torch, pdscope.errors and pdscope.compiler.phaseper.*.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdscope.compiler.phaseper.groups import MIDDLE
+from pdscope.compiler.phaseper.losses import DISTILL, LossSpec, paper_loss, stacked_loss
+from pdscope.compiler.phaseper.metrics import Array, hit_rate
+from pdscope.compiler.phaseper.nets import NetShape, Parameters, forward, initial
+from pdscope.compiler.phaseper.rows import CHUNK, PhaseRows
+from pdscope.errors import BudgetError
+
+SLICE = 8  # pairs of layers that one CPU thread trains; part of what the result depends on
+JUDGED = 8192  # validation rows that a search or early stopping looks at
+NARROWER = 0.001  # hit rate that half the width may cost
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What decides the result besides the traces. Rows count with repetition."""
+
+    seed: int = 0
+    size_budget: int = 4_200_000  # bytes of one layer's file, both phases
+    width: int = 256  # of the widest nets, where the budget allows it
+    batch: int = 512
+    rows: int = 2_000_000  # that a net is trained on
+    epochs: int = 24  # passes over the rows, where there are few
+    search_rows: tuple[int, ...] = (40_000, 120_000)  # of the rounds; each halves the candidates
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.01
+    checks: int = 10  # looks at the validation rows
+    patience: int = 4  # looks without a gain before training stops early
+
+
+@dataclass(frozen=True)
+class Candidate:
+    loss: LossSpec
+    shape: NetShape
+
+
+@dataclass(frozen=True)
+class Job:
+    """One net to train. `pair` is its layer's index."""
+
+    pair: int
+    candidate: Candidate
+
+
+@dataclass(frozen=True)
+class Trained:
+    """`parameters` of one net, on the CPU, in stacks of one; `hit`: on the judged validation rows;
+    `rows`: that it was trained on when it was best; `searched`: (candidate, hit rate) of every
+    round's candidates."""
+
+    job: Job
+    parameters: Parameters
+    hit: float
+    rows: int
+    searched: tuple[tuple[Candidate, float], ...] = ()
+
+
+def fitting_width(
+    hidden: int, experts: int, blocks: tuple[str, ...], deep: bool, budget: int, most: int
+) -> int:
+    """The most hidden units, a multiple of 16 and at most `most`, whose net takes at most `budget`
+    bytes. Raises BudgetError when 16 do not fit."""
+    for width in range(most - most % 16, 0, -16):
+        if NetShape(hidden, experts, width, deep, blocks).bytes() <= budget:
+            return width
+    least = NetShape(hidden, experts, 16, deep, blocks).bytes()
+    raise BudgetError(
+        f"a predictor of {budget} bytes a layer and phase: the smallest of this model takes "
+        f"{least}; raise the size budget or leave predictors out"
+    )
+
+
+def candidates(rows: PhaseRows, group: str, options: TrainOptions) -> list[Candidate]:
+    """What the search tries for a layer of `group`: the paper's losses and distillation, the
+    shallow net in outer groups and the deep one in the middle."""
+    deep = group == MIDDLE
+    budget = options.size_budget // 2  # prefill's net and decode's
+    most = options.width if not deep else options.width * 3 // 4
+    width = fitting_width(rows.hidden, rows.experts, rows.blocks, deep, budget, most)
+    shape = NetShape(rows.hidden, rows.experts, width, deep, rows.blocks)
+    grid = [(0.0, 0.0)] if deep else [(0.5, 1.0), (2.0, 2.0)]
+    losses = [paper_loss(group, rows.phase, lam, gamma) for lam, gamma in grid]
+    found = [Candidate(loss, shape) for loss in [*losses, LossSpec(DISTILL)]]
+    if width >= 32:
+        narrow = replace(shape, width=(width // 2) - (width // 2) % 16)
+        found.append(Candidate(LossSpec(DISTILL), narrow))
+    return found
+
+
+def train_phases(
+    phases: Mapping[str, PhaseRows],
+    groups: Sequence[str],
+    options: TrainOptions,
+    threads: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> dict[str, list[Trained]]:
+    """The best net of every phase and pair of layers, in order; on a CPU `threads` of their slices
+    train at a time.
+
+    groups[i]: group of pair i's layer. progress: receives rows trained on since its last call, over
+    all nets.
+    """
+    work = [
+        (phase, list(rows.pairs[at : at + SLICE]))
+        for phase, rows in phases.items()
+        for at in range(0, len(rows.pairs), SLICE)
+    ]
+
+    def one(item: tuple[str, list[int]]) -> list[Trained]:
+        torch.set_num_threads(1)  # of this thread's operations
+        return train_slice(phases[item[0]], item[1], groups, options, progress)
+
+    found: dict[str, list[Trained]] = {phase: [] for phase in phases}
+    if any(rows.device.type != "cpu" for rows in phases.values()):
+        for phase, rows in phases.items():  # one after the other: memory
+            rows.load()
+            found[phase] = train_slice(rows, list(rows.pairs), groups, options, progress)
+            rows.release()
+        return found
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        for (phase, _), trained in zip(work, pool.map(one, work), strict=True):
+            found[phase] += trained
+    for rows in phases.values():
+        rows.release()
+    return found
+
+
+def train_slice(
+    rows: PhaseRows,
+    pairs: Sequence[int],
+    groups: Sequence[str],
+    options: TrainOptions,
+    progress: Callable[[int], None],
+) -> list[Trained]:
+    """Successive halving: every candidate of a pair is trained on few rows, the better half on
+    more, and the best on all."""
+    left = {pair: candidates(rows, groups[pair], options) for pair in pairs}
+    history: dict[int, list[tuple[Candidate, float]]] = {pair: [] for pair in pairs}
+    for count in options.search_rows:
+        jobs = [Job(pair, c) for pair in pairs for c in left[pair] if len(left[pair]) > 1]
+        judged: dict[int, list[tuple[Candidate, float]]] = {}
+        for trained in train_jobs(rows, jobs, count, options, progress):
+            judged.setdefault(trained.job.pair, []).append((trained.job.candidate, trained.hit))
+        for pair, results in judged.items():
+            history[pair] += results
+            results.sort(key=lambda r: -_merit(r))
+            left[pair] = [c for c, _ in results[: len(results) // 2]]
+    jobs = [Job(pair, left[pair][0]) for pair in pairs]
+    best = train_jobs(rows, jobs, options.rows, options, progress)
+    return [replace(t, searched=tuple(history[t.job.pair])) for t in best]
+
+
+def _merit(result: tuple[Candidate, float]) -> float:
+    """Hit rate, less what a wider net has to gain to be worth its bytes."""
+    return result[1] - NARROWER * math.log2(result[0].shape.width)
+
+
+def train_jobs(
+    rows: PhaseRows,
+    jobs: Sequence[Job],
+    count: int,
+    options: TrainOptions,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Trained]:
+    """Trains each job's net on `count` rows, those of one shape side by side. In `jobs`' order."""
+    made: dict[Job, Trained] = {}
+    ordered = sorted(jobs, key=lambda j: (str(j.candidate.shape), j.pair))
+    for _, stack in groupby(ordered, key=lambda j: j.candidate.shape):
+        for trained in _train_stack(rows, list(stack), count, options, progress):
+            made[trained.job] = trained
+    return [made[job] for job in jobs]
+
+
+def _train_stack(
+    rows: PhaseRows,
+    jobs: list[Job],
+    count: int,
+    options: TrainOptions,
+    progress: Callable[[int], None],
+) -> list[Trained]:
+    generator = torch.Generator().manual_seed(options.seed)
+    shape = jobs[0].candidate.shape
+    pairs, specs = [j.pair for j in jobs], [j.candidate.loss for j in jobs]
+    parameters = initial(shape, _cross_gates(rows, pairs), generator, rows.device)
+    frequency = torch.from_numpy(np.stack([rows.frequency(p) for p in pairs]))
+    frequency = frequency[:, None].to(rows.device)
+    for tensor in parameters.values():
+        tensor.requires_grad_()
+    batch = min(options.batch, max(len(rows.train), 1))
+    steps = max(1, min(count, options.epochs * len(rows.train)) // batch)
+    optimizer = torch.optim.AdamW(
+        parameters.values(),
+        lr=options.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=options.weight_decay,
+        fused=True,
+    )
+    looks = {steps * (i + 1) // options.checks for i in range(options.checks)} | {steps}
+    best = _Best(rows, shape, jobs)
+    for step, ids in enumerate(_shuffled(rows.train, batch, steps, options.seed), 1):
+        for group in optimizer.param_groups:
+            group["lr"] = options.learning_rate * _schedule(step, steps)
+        b = rows.batch(pairs, ids)
+        logits = forward(shape, parameters, b.x, rows.dtype)
+        loss = stacked_loss(specs, logits, b.truth, b.soft, frequency, rows.top_k)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        progress(len(ids) * len(jobs))
+        if step in looks and best.look(parameters, step * batch) >= options.patience:
+            break
+    return best.trained()
+
+
+class _Best:
+    """Each net's parameters when it did best on the validation rows."""
+
+    def __init__(self, rows: PhaseRows, shape: NetShape, jobs: list[Job]) -> None:
+        self.rows, self.shape, self.jobs = rows, shape, jobs
+        self.judged = some(rows.validation if len(rows.validation) else rows.train, JUDGED)
+        self.hit = [-1.0] * len(jobs)
+        self.seen = [0] * len(jobs)
+        self.kept: list[Parameters] = [{} for _ in jobs]
+        self.barren = 0
+
+    def look(self, parameters: Parameters, seen: int) -> int:
+        """Gives how many looks ago any net last did better than before."""
+        pairs = [j.pair for j in self.jobs]
+        scores = logits(self.rows, self.shape, parameters, pairs, self.judged)
+        self.barren += 1
+        for i, pair in enumerate(pairs):
+            hit = hit_rate(scores[i], self.rows.chosen(pair, self.judged))
+            if hit > self.hit[i]:
+                self.hit[i], self.seen[i], self.barren = hit, seen, 0
+                self.kept[i] = {
+                    n: p[i : i + 1].detach().cpu().clone() for n, p in parameters.items()
+                }
+        return self.barren
+
+    def trained(self) -> list[Trained]:
+        found = zip(self.jobs, self.kept, self.hit, self.seen, strict=True)
+        return [Trained(*one) for one in found]
+
+
+def logits(
+    rows: PhaseRows,
+    shape: NetShape,
+    parameters: Parameters,
+    pairs: Sequence[int],
+    ids: NDArray[np.int64],
+) -> Array:
+    """[nets, rows, experts], as in training."""
+    made = []
+    with torch.no_grad():
+        for at in range(0, len(ids), CHUNK):
+            x = rows.inputs(pairs, ids[at : at + CHUNK])
+            made.append(forward(shape, parameters, x, rows.dtype).cpu().numpy())
+    if not made:
+        return np.zeros((len(pairs), 0, rows.experts), np.float32)
+    out: Array = np.concatenate(made, 1)
+    return out
+
+
+def some(ids: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """At most `most` of the rows, spread evenly, in order."""
+    if len(ids) <= most:
+        return ids
+    return ids[np.linspace(0, len(ids) - 1, most).astype(np.int64)]
+
+
+def _cross_gates(rows: PhaseRows, pairs: Sequence[int]) -> Tensor:
+    """The linear map that nets begin as, [nets, inputs + 1, experts]: the next layer's gate, so
+    that a net starts as its strongest rival."""
+    linear = torch.zeros(len(pairs), rows.scale.shape[1] + 1, rows.experts)
+    for i, pair in enumerate(pairs):
+        weight = rows.gates[rows.layers[pair + 1]].weight
+        linear[i, : rows.hidden] = torch.from_numpy(np.array(weight, np.float32)).T
+    return linear.to(rows.device)
+
+
+def _shuffled(
+    ids: NDArray[np.int64], batch: int, steps: int, seed: int
+) -> Iterator[NDArray[np.int64]]:
+    """`steps` batches of rows, pass after pass in fresh orders; rows of a batch ascend."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    order, at = generator.permutation(ids), 0
+    for _ in range(steps):
+        if at + batch > len(order):
+            order, at = generator.permutation(ids), 0
+        yield np.sort(order[at : at + batch])
+        at += batch
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Factor of the learning rate: a short rise, then half a cosine down to 2 %."""
+    rise = min(1.0, step / max(1, min(100, steps // 10)))
+    return rise * (0.02 + 0.49 * (1 + math.cos(math.pi * (step - 1) / steps)))
+
+
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Within the block every operation of torch runs on the thread that asked for it: sums are
+    taken in one order, however many cores there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
