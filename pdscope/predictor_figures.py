@@ -5,7 +5,7 @@ May import pdscope.{errors,plan} and the standard library, so that pdscope-inspe
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -213,10 +213,10 @@ def _layer(entry: Mapping[str, Any], moe: Sequence[int]) -> Layer:
     )
 
 
-def _one_of(value: object, known: Iterable[str]) -> str:
+def _one_of(value: str, known: Collection[str]) -> str:
     if value not in known:
         raise ValueError(f"{value!r} is none of {', '.join(known)}")
-    return str(value)
+    return value
 
 
 def _share(value: object) -> float:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pdscope.engine import Engine
 
 BLOCKS = ("routed", "previous", "previous_next")
-_DTYPES = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 _AGAIN = "compile the plan again"
 
 
@@ -271,7 +271,8 @@ def choice_scores(gate: Gate, logits: Array) -> Array:
         np.put_along_axis(masked, lost, True, 1)
         grouped = np.where(masked[:, :, None], np.float32(attrs.masked_score), grouped)
         choice = grouped.reshape(choice.shape)
-    return choice.astype(np.float32)
+    scores: Array = choice.astype(np.float32)
+    return scores
 
 
 def plan_gates(plan: Plan) -> dict[int, Gate]:
@@ -291,7 +292,8 @@ def plan_gates(plan: Plan) -> dict[int, Gate]:
         if tensor.form is Form.VECTOR:
             return flat
         panels = flat.reshape(-1, tensor.k_pad, PANEL).transpose(0, 2, 1)
-        return np.ascontiguousarray(panels.reshape(-1, tensor.k_pad)[: tensor.n, : tensor.k])
+        rows: Array = panels.reshape(-1, tensor.k_pad)[: tensor.n, : tensor.k]
+        return np.ascontiguousarray(rows)
 
     return {
         number: Gate(
