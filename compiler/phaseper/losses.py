@@ -57,10 +57,11 @@ def distill(logits: Tensor, soft: Tensor, top_k: int) -> Tensor:
     """BCE of each expert against the next gate's soft choice.
 
     soft: sigmoid(SLOPE (log score - m)), m halfway between the top_k-th and the next best of the
-    row; the net's own margins are taken likewise, its m being held constant. What counts is which
-    side of the gate's edge an expert is on, and how clearly.
+    row; the net's own margins are taken likewise. What counts is which side of the gate's edge an
+    expert is on, and how clearly. The gradient goes through the net's m, so that a shift of all
+    logits, which changes no margin, is not learned: it would grow without bound.
     """
-    return bce(SLOPE * (logits - edge(logits.detach(), top_k)), soft)
+    return bce(SLOPE * (logits - edge(logits, top_k)), soft)
 
 
 def edge(scores: Tensor, top_k: int) -> Tensor:

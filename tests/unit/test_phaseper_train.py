@@ -242,3 +242,13 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     (plan / "phaseper.json").unlink()
     with pytest.raises(PlanError, match="phaseper.json: cannot be read"):
         PredictorFiles(plan)
+
+
+def test_distillation_does_not_learn_a_common_shift() -> None:
+    """Margins do not change when all logits do, so the gradients of a row cancel."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 5, 8, generator=generator, requires_grad=True)
+    soft = torch.rand(1, 5, 8, generator=generator)
+    torch.autograd.backward(losses.distill(logits, soft, 2).sum())
+    assert logits.grad is not None and logits.grad.abs().max() > 0.1
+    assert logits.grad.sum(-1) == pytest.approx(torch.zeros(1, 5), abs=1e-5)
