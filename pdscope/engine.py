@@ -1,13 +1,13 @@
 """One loaded plan: its library, weights and workers, and the sessions on it.
 
-May import pdscope.{arguments,config,errors,native,plan,session,tokens}; never torch,
+May import pdscope.{arguments,config,errors,native,plan,predictors,session,tokens}; never torch,
 transformers or the compiler.
 """
 
 import os
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, overload
@@ -19,8 +19,9 @@ from pdscope import config
 from pdscope.arguments import flag, index, path, text
 from pdscope.errors import InputError, PdscopeError, PlanError
 from pdscope.generation import Completion, Stream
-from pdscope.native import CACHE_PREFETCH, PIN, WEIGHTS, EngineHandle, ffi
+from pdscope.native import CACHE_PREFETCH, PIN, PREDICTOR, WEIGHTS, EngineHandle, ffi
 from pdscope.plan import Plan
+from pdscope.predictors import Chosen, read_predictors
 from pdscope.session import Messages, Prompt, Session, SessionStats
 from pdscope.tokens import Tokenizer
 
@@ -33,6 +34,7 @@ def load(
     pin: str | None = None,
     weights: str | None = None,
     cache_prefetch: str | None = None,
+    predictor: str = "auto",
     verify: bool = False,
 ) -> "Engine":
     """Loads a plan directory for running.
@@ -51,6 +53,8 @@ def load(
     experts that the next layer is predicted to choose into the last-level cache; "off"; "auto"
     (None: PDSCOPE_CACHE_PREFETCH, else auto): the engine measures steps with and without as it
     runs, and prefetches where that gains (Engine.cache_prefetch). Same results either way.
+    predictor: "auto": what the plan's phaseper.json chose for each layer predicts the next one's
+    experts; "off": the next layer's gate does, and the files are not read (Engine.predictor).
     verify: check every file's SHA-256 first.
     Raises PlanError (missing, cut short, edited, other version) or TargetError (this CPU cannot run
     it), InputError for an option of another type or out of range.
@@ -67,6 +71,7 @@ def load(
         pin=pin,
         weights=weights,
         cache_prefetch=cache_prefetch,
+        predictor=predictor,
     )
 
 
@@ -83,7 +88,8 @@ class EngineInfo:
     kv_block: int  # tokens in one KV block
     kv_block_bytes: int
     weight_bytes: int  # of the weight files
-    engine_bytes: int  # anonymous memory of the engine, weights apart
+    engine_bytes: int  # anonymous memory of the engine, weights and predictors apart
+    net_bytes: int  # anonymous memory of predictors
     cores: int  # physical cores that the process may use
     numa_nodes: int  # that these cores belong to
     weights: str  # mmap or copy: what was done
@@ -129,12 +135,14 @@ class Engine:
         pin: str | None = None,
         weights: str | None = None,
         cache_prefetch: str | None = None,
+        predictor: str = "auto",
     ) -> None:
         threads = index("threads", threads)
         if isa is not None and "\0" in text("isa", isa):
             raise InputError(f"isa is {isa!r}, expected a kernel path: scalar, avx2, ...")
         if not 0 <= threads <= 1024:
             raise InputError(f"threads is {threads}, expected 0 (one per core) to 1024")
+        self._asked_predictor = _choice("predictor", predictor, PREDICTOR)
         plan.check_machine()
         self.plan = plan
         self._lock = threading.Lock()
@@ -151,6 +159,7 @@ class Engine:
         try:
             handle = EngineHandle(plan, *options)
             plan.hold()
+            self._predictors = self._set_predictors(handle)
         except PdscopeError:
             plan.check_unchanged()  # then what failed is a mixture of two plans
             raise
@@ -204,6 +213,43 @@ class Engine:
             "bytes": int(info.prefetch_bytes),
             "useful_bytes": int(info.prefetch_useful_bytes),
             "wasted_bytes": int(info.prefetch_bytes - info.prefetch_useful_bytes),
+        }
+
+    def _set_predictors(self, handle: EngineHandle) -> list[Chosen]:
+        """What serves each layer and phase; sets the nets that there are."""
+        self._why_predictor = "asked for"
+        if self._asked_predictor == "off":
+            return []
+        self._why_predictor = "the plan's programs have no cache prefetch"
+        if self.plan.data["predictor"] == "none":
+            return []
+        self._why_predictor = "the plan has no phaseper.json: compiled without a calibration"
+        chosen = read_predictors(self.plan)
+        if chosen is None:
+            return []
+        self._why_predictor = "phaseper.json"
+        for each in chosen:
+            if each.net is not None:
+                each.net.set(handle, each.layer, each.phase)
+        # What was set is a copy in the engine.
+        return [replace(each, net=None) for each in chosen]
+
+    def predictor(self) -> dict[str, Any]:
+        """What --json says of the predictors of the next layer's experts.
+
+        `asked`: auto or off; `state`: on where phaseper.json decides, off: the next layer's gate
+        predicts; `why`; `bytes` of memory they take; `chosen`: {phase: {name: layers}}.
+        """
+        chosen: dict[str, dict[str, int]] = {}
+        for each in self._predictors:
+            counts = chosen.setdefault(each.phase, {})
+            counts[each.name] = counts.get(each.name, 0) + 1
+        return {
+            "asked": self._asked_predictor,
+            "state": "on" if self._predictors else "off",
+            "why": self._why_predictor,
+            "bytes": self.info.net_bytes,
+            "chosen": chosen,
         }
 
     @property
@@ -274,6 +320,19 @@ class Engine:
     ) -> Completion | Stream:
         """See Session.generate, and pdscope.generation.Request for every option."""
         return self.main.generate(prompt, stream=stream, **options)
+
+    def predict(
+        self,
+        layer: int,
+        phase: str,
+        a: ArrayLike,
+        w: ArrayLike,
+        e: ArrayLike,
+        prev: ArrayLike | None = None,
+        prev_next: ArrayLike | None = None,
+    ) -> NDArray[np.float32]:
+        """See Session.predict: logits of the next layer's experts, as steps predict with."""
+        return self.main.predict(layer, phase, a, w, e, prev, prev_next)
 
     def reset(self) -> None:
         """Empties the main session's sequence."""

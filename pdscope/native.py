@@ -34,6 +34,7 @@ PDS_ERR_CANCELLED = 400
 PIN = ("auto", "on", "off")
 WEIGHTS = ("auto", "mmap", "copy")
 CACHE_PREFETCH = ("auto", "on", "off")
+PREDICTOR = ("auto", "off")
 
 # By cause; see the enum in pdscope.h. A code that is not here is a plain PdscopeError.
 _ERRORS: dict[int, type[PdscopeError]] = {

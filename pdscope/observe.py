@@ -68,6 +68,7 @@ class TapEvent:
     arg: int
     data: NDArray[np.float32]  # [rows, cols], a view valid during the call
     ids: NDArray[np.int32] | None  # gate: expert ids [rows, top_k]
+    predicted: NDArray[np.int32] | None = None  # gate that predicts: of the next layer, likewise
 
 
 def tap_callback(function: Callable[[TapEvent], None], errors: list[BaseException]) -> Any:
@@ -88,9 +89,11 @@ def tap_callback(function: Callable[[TapEvent], None], errors: list[BaseExceptio
 
 def _event(event: Any) -> TapEvent:
     c = ffi()
-    rows, cols = int(event.rows), int(event.cols)
+    rows, predicted_cols = int(event.rows), int(event.predicted_cols)
 
-    def view(pointer: Any, dtype: type[np.generic]) -> NDArray[Any] | None:
+    def view(
+        pointer: Any, dtype: type[np.generic], cols: int = int(event.cols)
+    ) -> NDArray[Any] | None:
         if pointer == c.NULL:
             return None
         return np.frombuffer(c.buffer(pointer, rows * cols * 4), dtype).reshape(rows, cols)
@@ -103,4 +106,5 @@ def _event(event: Any) -> TapEvent:
         arg=event.arg,
         data=np.empty((0, 0), np.float32) if data is None else data,
         ids=view(event.ids, np.int32),
+        predicted=view(event.predicted, np.int32, predicted_cols),
     )

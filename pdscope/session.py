@@ -98,6 +98,63 @@ class Session(SessionCore):
                     raise InputError(f"{name} has shape {array.shape}, expected ({n},) as tokens")
             return self._step(ids, where, seq, want)
 
+    def predict(
+        self,
+        layer: int,
+        phase: str,
+        a: ArrayLike,
+        w: ArrayLike,
+        e: ArrayLike,
+        prev: ArrayLike | None = None,
+        prev_next: ArrayLike | None = None,
+    ) -> NDArray[np.float32]:
+        """Logits [n, experts] of the experts that the MoE layer after `layer` will choose, as a
+        step predicts them: by the layer's net of `phase`, "prefill" or "decode", where one is
+        loaded, else by the next layer's gate (on all but the choice: before softmax and bias).
+
+        a: [n, hidden], input of the layer's gate, which nets read in bf16; w, e: [n, top_k], the
+        routing weights and experts that it chose; prev, prev_next: [n, top_k], the experts that
+        this layer and the next one chose for the token before, -1 where there is none (None:
+        nowhere). Changes no sequence. Raises InputError.
+        """
+        hidden, k = self.engine.plan.model["hidden"], self.engine.plan.model["top_k"]
+        x = _floats("a", a, (None, hidden))
+        n = len(x)
+        weights = _floats("w", w, (n, k))
+        ids = [
+            None if given is None else np.ascontiguousarray(integers(name, given))
+            for name, given in (("e", e), ("prev", prev), ("prev_next", prev_next))
+        ]
+        for name, array in zip(("e", "prev", "prev_next"), ids, strict=True):
+            if array is not None and array.shape != (n, k):
+                raise InputError(f"{name} has shape {array.shape}, expected {(n, k)}")
+        if phase not in ("prefill", "decode"):
+            raise InputError(f"phase is {phase!r}, expected prefill or decode")
+        check_range("layer", layer, 0, self.engine.info.layers)
+        c = ffi()
+        out = np.empty((n, self.engine.plan.model["experts"]), np.float32)
+
+        def pointer(kind: str, array: NDArray[Any] | None) -> Any:
+            return c.NULL if array is None else c.cast(kind, array.ctypes.data)
+
+        asked = c.new(
+            "pds_prediction *",
+            {
+                "layer": layer,
+                "phase": ("prefill", "decode").index(phase),
+                "n": n,
+                "a": pointer("float *", x),
+                "w": pointer("float *", weights),
+                "e": pointer("int32_t *", ids[0]),
+                "prev": pointer("int32_t *", ids[1]),
+                "prev_next": pointer("int32_t *", ids[2]),
+            },
+        )
+        with self._operation():
+            where = c.cast("float *", out.ctypes.data)
+            self._check(self._lib.pds_predict(self._pointer(), asked, where))
+        return out
+
     def prefill(
         self, ids: ArrayLike, seq: int = 0, all_logits: bool = False
     ) -> NDArray[np.float32]:
@@ -321,3 +378,15 @@ def _cannot_write(path: Path, error: OSError) -> PdscopeError:
     return InputError(
         f"{path}: cannot be written: {error.strerror}: choose a file that you may write"
     )
+
+
+def _floats(name: str, values: ArrayLike, shape: tuple[int | None, int]) -> NDArray[np.float32]:
+    """C-contiguous float32 of that shape; None: any number of rows."""
+    try:
+        array = np.ascontiguousarray(values, np.float32)
+    except (TypeError, ValueError):
+        raise InputError(f"{name}: expected numbers in two dimensions") from None
+    if array.ndim != 2 or array.shape[1] != shape[1] or shape[0] not in (None, len(array)):
+        rows = "n" if shape[0] is None else shape[0]
+        raise InputError(f"{name} has shape {array.shape}, expected ({rows}, {shape[1]})")
+    return array

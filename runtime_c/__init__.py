@@ -28,6 +28,8 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/kv.c",
     "src/trace.c",
     "src/llc.c",
+    "src/net.c",
+    "src/nets.c",
     "src/exec.c",
     "src/engine.c",
     "src/session.c",
@@ -39,6 +41,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/ops_dense.c",
     "src/ops_attention.c",
     "src/ops_moe.c",
+    "src/ops_net.c",
     "src/ops_predict.c",
 )
 

@@ -33,6 +33,7 @@ STACK_BYTES = 1114112
 HUGE = 2 << 20
 FILE_GRAIN = 4096
 
+NET_WIDTH = 1024  # PDS_NET_WIDTH of plan_desc.h
 BATCH_ROWS = 16  # steps of at most this many rows split attention over the context, and predict
 KV_SPLIT = 512  # context tokens of one split
 LOGITS_BYTES = 64 << 20  # aim for the logits buffer
@@ -61,6 +62,8 @@ class MemoryPlan:
     thread_scratch_bytes: int
     kv_block_bytes: int
     weight_files: tuple[tuple[str, int], ...]
+    layers: int
+    last_top_k: int  # experts a layer that are remembered of a sequence's last token
     program_bytes: int = 0
 
     def with_programs(self, program_bytes: int) -> "MemoryPlan":
@@ -82,9 +85,17 @@ class MemoryPlan:
             + 2 * ceil_to(4 * max_seqs, CACHE_LINE)
             + 2 * ceil_to(4 * blocks, CACHE_LINE)
             + ceil_to(4 * self.max_logits, CACHE_LINE)
+            + max_seqs * self.last_bytes
         )
         scratch = ceil_to(self.scratch_bytes, CACHE_LINE)
         return ceil_to(SESSION_HEADER + scratch + tables + blocks * self.kv_block_bytes, GRAIN)
+
+    @property
+    def last_bytes(self) -> int:
+        """Of what a sequence's last token chose (pds_last_bytes)."""
+        if not self.last_top_k:
+            return 0
+        return ceil_to(4 + 2 * self.layers * self.last_top_k, CACHE_LINE)
 
     @property
     def weight_bytes(self) -> int:
@@ -169,6 +180,8 @@ class PlanMemory:
             thread_scratch_bytes=_thread_scratch(model),
             kv_block_bytes=sum(_kv_layer(x.attn, model.act_bytes) for x in model.layers),
             weight_files=tuple((f.path, f.bytes) for f in model.files),
+            layers=len(model.layers),
+            last_top_k=_top_k(model) if _predicts(model) else 0,
         )
 
 
@@ -196,13 +209,13 @@ def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
     splits = ceil_to(model.max_context, KV_SPLIT) // KV_SPLIT
     few = min(rows, BATCH_ROWS)
     hidden = ceil_to(model.hidden, K_ALIGN)
-    top_k = max((g.top_k for g in gates), default=0)
+    top_k = _top_k(model)
     experts = max((g.experts for g in gates), default=0)
     routed = [x.experts.inter for x in model.layers if x.experts]
     shared = [x.shared.inter for x in model.layers if x.shared]
     dense = [x.dense.inter for x in model.layers if x.dense]
 
-    predicts = any(x.predictor for x in model.layers)
+    predicts = _predicts(model)
     ahead = few if predicts else 0
 
     def most(values: list[int], unit: int = 1) -> int:
@@ -240,7 +253,21 @@ def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
         Buffer("PREDICT_ID", 4 * ahead * top_k),
         Buffer("PREDICT_W", 4 * ahead * top_k),
         Buffer("LLC_HOLES", 4 * experts if predicts else 0),
+        Buffer("NET_X", 2 * ahead * hidden if act == 4 else 0),
+        Buffer("NET_U", 4 * ahead * ceil_to(2 * NET_WIDTH + experts, PANEL)),
+        Buffer("NET_H", 2 * 2 * ahead * NET_WIDTH),
+        Buffer("NET_V", 4 * 2 * ahead * max(NET_WIDTH, ceil_to(experts, PANEL))),
+        Buffer("NET_PREV", 4 * ahead * top_k),
+        Buffer("NET_NEXT", 4 * ahead * top_k),
     ]
+
+
+def _top_k(model: LoweredModel) -> int:
+    return max((x.gate.attrs.top_k for x in model.layers if x.gate), default=0)
+
+
+def _predicts(model: LoweredModel) -> bool:
+    return any(x.predictor for x in model.layers)
 
 
 def _quantised(model: LoweredModel, rows: int) -> int:

@@ -142,7 +142,7 @@ def command(name: str) -> Callable[[Callable[..., Any]], Command]:
 
 def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say what of the machine an engine uses: threads, isa, pin, weights,
-    cache prefetch."""
+    cache prefetch, predictors."""
     for option in reversed(
         (
             click.option(
@@ -173,6 +173,13 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 type=click.Choice(("auto", "on", "off")),
                 help="Prefetch predicted experts into the CPU's cache. Default: "
                 "PDSCOPE_CACHE_PREFETCH, or auto: if it gains.",
+            ),
+            click.option(
+                "--predictor",
+                type=click.Choice(("auto", "off")),
+                default="auto",
+                help="What predicts experts. auto: what the plan chose for each layer. off: the "
+                "next layer's gate.",
             ),
         )
     ):

@@ -115,6 +115,7 @@ def main(
     pin: str | None,
     weights: str | None,
     cache_prefetch: str | None,
+    predictor: str,
     as_json: bool,
 ) -> None:
     """Measure the speed of a plan in tokens a second, or its perplexity on a text.
@@ -161,6 +162,7 @@ def main(
         pin=pin,
         weights=weights,
         cache_prefetch=cache_prefetch,
+        predictor=predictor,
     ) as engine:
         results = [_measure(engine, kind, n, repetitions, not no_warmup) for kind, n in tests]
         report = [_report(engine, result) for result in results]
@@ -258,6 +260,7 @@ def _report(engine: "Engine", result: Result) -> dict[str, Any]:
         "threads": engine.info.threads,
         "placement": engine.info.placement(),
         "cache_prefetch": engine.cache_prefetch(),
+        "predictor": engine.predictor(),
         "plan_hash": engine.plan.plan_hash,
     }
 

@@ -112,6 +112,7 @@ def main(
     pin: str | None,
     weights: str | None,
     cache_prefetch: str | None,
+    predictor: str,
     trace_file: Path | None,
     verify: bool,
     **options: Any,
@@ -156,6 +157,7 @@ def main(
         pin=pin,
         weights=weights,
         cache_prefetch=cache_prefetch,
+        predictor=predictor,
         verify=verify,
     )
     load_seconds = time.perf_counter() - begin
@@ -284,6 +286,7 @@ def _print_json(engine: "Engine", completion: "Completion", load_seconds: float)
         "threads": engine.info.threads,
         "placement": engine.info.placement(),
         "cache_prefetch": engine.cache_prefetch(),
+        "predictor": engine.predictor(),
     }
     click.echo(json.dumps(report, indent=2, ensure_ascii=False))
 

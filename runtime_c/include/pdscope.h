@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define PDS_ABI_VERSION 3
+#define PDS_ABI_VERSION 4
 
 /* clang-format off */
 #ifndef PDS_CDEF
@@ -64,6 +64,8 @@ typedef struct pds_session pds_session;
 enum { PDS_PIN_AUTO = 0, PDS_PIN_ON = 1, PDS_PIN_OFF = 2 };
 enum { PDS_WEIGHTS_AUTO = 0, PDS_WEIGHTS_MMAP = 1, PDS_WEIGHTS_COPY = 2 };
 enum { PDS_CACHE_PREFETCH_AUTO = 0, PDS_CACHE_PREFETCH_ON = 1, PDS_CACHE_PREFETCH_OFF = 2 };
+enum { PDS_NET_PREFILL = 0, PDS_NET_DECODE = 1 }; /* decode: steps in which each row is of another sequence */
+enum { PDS_NET_ROUTED = 1, PDS_NET_PREVIOUS = 2, PDS_NET_PREVIOUS_NEXT = 4 };
 
 typedef struct pds_engine_options {
   const char *plan_dir; /* directory that holds program.bin and weights/ */
@@ -85,7 +87,8 @@ typedef struct pds_engine_info {
   uint32_t kv_block;      /* tokens in one KV block */
   uint64_t kv_block_bytes;
   uint64_t weight_bytes;  /* of the weight files */
-  uint64_t engine_bytes;  /* anonymous memory of the engine, weights apart */
+  uint64_t engine_bytes;  /* anonymous memory of the engine, weights and predictors apart */
+  uint64_t net_bytes;     /* anonymous memory of the predictors that were set */
   uint32_t cores;         /* physical cores that the process may use */
   uint32_t numa_nodes;    /* that these cores belong to */
   int32_t weights;        /* PDS_WEIGHTS_MMAP or PDS_WEIGHTS_COPY: what was done */
@@ -109,6 +112,36 @@ typedef struct pds_cache_prefetch_info {
   /* over all sessions, as in pds_session_stats */
   uint64_t experts_predicted, experts_hit, prefetch_bytes, prefetch_useful_bytes;
 } pds_cache_prefetch_info;
+
+/* A predictor of a layer: logits of the experts that the next layer with experts will choose.
+ *   u = in a + bias + sum of rows of features       [width + experts, and width more in deep nets]
+ *   h = silu(u[0, width));  deep: h += sigmoid(u[width + experts, ..)) * silu(block h + block_bias)
+ *   logits = u[width, width + experts) + out h
+ * a is the gate's input in bf16. Rows of features: of the layer's own experts, each times its routing
+ * weight; of those that the layer chose for the token before; of those that the next one chose for it.
+ * Matrices are bf16: `in`, `block` and `out` packed as in weight files, `features` plain. */
+typedef struct pds_net_desc {
+  uint32_t hidden, experts;
+  uint32_t width;           /* at most 1024; 0: neither block nor out */
+  uint32_t deep;
+  uint32_t blocks;          /* PDS_NET_ROUTED | ...: the parts of features, in that order */
+  const void *in;           /* [width + experts (+ width), hidden]; NULL: zeros */
+  const float *bias;        /* [width + experts (+ width)] */
+  const uint16_t *features; /* [parts * experts, width + experts] */
+  const void *block;        /* deep: [width, width] */
+  const float *block_bias;  /* deep: [width] */
+  const void *out;          /* [experts, width] */
+} pds_net_desc;
+
+/* n tokens whose next layer's experts are asked for. */
+typedef struct pds_prediction {
+  uint32_t layer, phase, n;   /* phase: PDS_NET_* */
+  const float *a;             /* [n, hidden], input of the layer's gate */
+  const float *w;             /* [n, top_k], what it chose: weights */
+  const int32_t *e;           /* [n, top_k], and experts */
+  const int32_t *prev;        /* [n, top_k], what it chose for the token before; -1, or NULL: none */
+  const int32_t *prev_next;   /* [n, top_k of the next layer], what that one chose for it */
+} pds_prediction;
 
 typedef struct pds_session_options {
   uint32_t max_seqs;  /* sequence ids run from 0 to max_seqs - 1; 0: 1 */
@@ -172,6 +205,8 @@ typedef struct pds_tap_event {
   uint32_t cols;         /* of data; hidden rows are padded with zeros to a multiple of 32 */
   const float *data;     /* norm, attention, mlp, combine, embed: the residual or normed rows [rows, cols]; gate: routing weights [rows, top_k] */
   const int32_t *ids;    /* gate: expert ids [rows, top_k]; else NULL */
+  const int32_t *predicted; /* gate that predicts: experts of the next layer [rows, predicted_cols]; else NULL */
+  uint32_t predicted_cols;
 } pds_tap_event;
 typedef void (*pds_tap_fn)(void *user, const pds_tap_event *event);
 
@@ -192,10 +227,16 @@ void pds_engine_destroy(pds_engine *engine); /* every session must be destroyed 
 pds_status pds_engine_get_info(const pds_engine *engine, pds_engine_info *out_info);
 pds_status pds_engine_get_cache_prefetch(const pds_engine *engine, pds_cache_prefetch_info *out_info);
 
+/* Copies a predictor, in place of the layer's one before or, for NULL, of none: then the next layer's gate
+ * predicts. Waits for a step that is running, so never from a tap; steps run on meanwhile. Results of steps
+ * do not depend on predictors. */
+pds_status pds_engine_set_net(pds_engine *engine, uint32_t layer, uint32_t phase, const pds_net_desc *net);
+
 /* --- session: owns KV and scratch; one pds_step at a time, else PDS_ERR_BUSY --- */
 pds_status pds_session_create(pds_engine *engine, const pds_session_options *options, pds_session **out_session);
 void pds_session_destroy(pds_session *session);
 pds_status pds_step(pds_session *session, const pds_batch *batch, pds_logits *out_logits); /* blocking */
+pds_status pds_predict(pds_session *session, const pds_prediction *asked, float *out_logits); /* blocking; [n, experts of the next layer]: what steps predict with */
 void pds_cancel(pds_session *session); /* from any thread: the running step, or else the next one, returns PDS_ERR_CANCELLED */
 pds_status pds_session_get_stats(const pds_session *session, pds_session_stats *out_stats);
 pds_status pds_session_set_tap(pds_session *session, pds_tap_fn fn, void *user); /* NULL: none */

@@ -233,6 +233,7 @@ void pds_engine_release(pds_engine *engine) {
   if (atomic_fetch_sub_explicit(&engine->refs, 1, memory_order_acq_rel) != 1) return;
   /* After fork the workers exist in the parent alone: there is nothing to join here. */
   if (engine->pool && engine->pid == getpid()) pds_pool_destroy(engine->pool);
+  pds_nets_free(engine);
   pds_weights_unload(engine->plan, engine->files, &engine->weights);
   pds_unmap(engine, engine->bytes);
 }
@@ -255,6 +256,7 @@ pds_status pds_engine_get_info(const pds_engine *engine, pds_engine_info *out_in
                                 .kv_block_bytes = plan->kv_block_bytes,
                                 .weight_bytes = engine->weights.bytes,
                                 .engine_bytes = engine->bytes,
+                                .net_bytes = engine->net_bytes,
                                 .cores = engine->cores,
                                 .numa_nodes = engine->nodes,
                                 .weights = engine->weights.mode,

@@ -10,6 +10,7 @@
 #include "kv.h"
 #include "llc.h"
 #include "memory.h"
+#include "net.h"
 #include "plan_desc.h"
 #include "pool.h"
 #include "program.h"
@@ -27,6 +28,9 @@ struct pds_engine {
   uint64_t bytes;
   uint32_t threads, cores, nodes;
   pds_llc llc;
+  pds_net_slot *_Atomic nets; /* [n_layers][2]; NULL: none was ever set */
+  _Atomic uint64_t net_bytes;
+  _Atomic bool net_busy;
   uint32_t l2_bytes;              /* second-level cache of a core; 0: unknown */
   char cpus[5 * PDS_MAX_THREADS]; /* "0,2,4": for each worker the first CPU of its core; "": free */
   char cpus_why[96];
@@ -40,6 +44,7 @@ struct pds_session {
   pds_kv kv;
   unsigned char *scratch;
   uint32_t *logit_rows; /* [max_logits] */
+  unsigned char *last;  /* [max_seqs][pds_last_bytes]; NULL: the plan has no predictor */
   uint64_t bytes;
   _Atomic bool busy;   /* a call that uses or changes the session's state is running */
   _Atomic bool cancel; /* asked for by pds_cancel, cleared by the step that obeys */
@@ -58,5 +63,11 @@ _Static_assert(sizeof(struct pds_session) <= PDS_SESSION_HEADER, "PDS_SESSION_HE
 pds_status pds_engine_check_fork(const pds_engine *engine);
 void pds_engine_retain(pds_engine *engine);
 void pds_engine_release(pds_engine *engine);
+
+/* nets.c */
+void pds_nets_free(pds_engine *engine);
+/* Predicts in the session's scratch; `ctx` is that of a step without rows. */
+pds_status pds_predict_rows(pds_session *session, pds_step_ctx *ctx, const pds_prediction *asked,
+                            float *out_logits);
 
 #endif

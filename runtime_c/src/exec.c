@@ -37,8 +37,14 @@ static uint64_t gate_bytes(const pds_gate *gate) {
   return all_bytes(&gate->weight) + all_bytes(&gate->bias);
 }
 
-static uint64_t predict_bytes(const exec *e, const pds_layer *layer) {
-  return e->ctx->predicts ? gate_bytes(&e->ctx->plan->layers[layer->predictor.target].gate) : 0;
+static uint64_t predict_bytes(const exec *e, const pds_layer *layer, bool fused) {
+  const pds_step_ctx *ctx = e->ctx;
+  if (!ctx->predicts) return 0;
+  const pds_gate *target = &ctx->plan->layers[layer->predictor.target].gate;
+  const size_t at = 2 * (size_t)e->program->layer + ctx->net_phase;
+  const pds_net *net =
+      fused && ctx->nets ? atomic_load_explicit(&ctx->nets[at].active, memory_order_acquire) : NULL;
+  return net ? net->matrix : gate_bytes(target);
 }
 
 /* Weight bytes that the instruction reads, given the holes bound so far. */
@@ -51,8 +57,9 @@ static uint64_t weight_bytes(const exec *e, const pds_instr *in, uint32_t expert
   case PDS_OP_NORM: return (uint64_t)plan->hidden * 4;
   case PDS_OP_ATTENTION: return attention_bytes(&layer->attn);
   case PDS_OP_GATE:
-    return gate_bytes(&layer->gate) + (in->flags & PDS_INSTR_PREDICT ? predict_bytes(e, layer) : 0);
-  case PDS_OP_PREDICT: return predict_bytes(e, layer);
+    return gate_bytes(&layer->gate) +
+           (in->flags & PDS_INSTR_PREDICT ? predict_bytes(e, layer, true) : 0);
+  case PDS_OP_PREDICT: return predict_bytes(e, layer, false);
   case PDS_OP_EXPERT: return experts * mlp_bytes(&layer->experts);
   case PDS_OP_SHARED_EXPERT: return mlp_bytes(&layer->shared);
   case PDS_OP_MLP: return mlp_bytes(&layer->dense);
@@ -95,6 +102,7 @@ static pds_status compute(exec *e, const pds_instr *in, uint32_t *out_experts) {
     return PDS_OK;
   case PDS_OP_RECOMPILE:
     pds_op_recompile(ctx, layer);
+    pds_op_remember(ctx, layer);
     pds_llc_settle(&e->session->engine->llc, &e->session->llc, &e->session->llc_counts, ctx, layer);
     if (ctx->predicts && in->hole_cap[PDS_HOLE_P])
       pds_op_bind_llc(ctx, layer, in->hole_cap[PDS_HOLE_P]);
@@ -142,6 +150,11 @@ static void tap(const exec *e, const pds_instr *in, uint32_t index) {
     event.data = pds_buf(ctx, PDS_BUF_ROUTE_W);
     event.ids = pds_buf(ctx, PDS_BUF_ROUTE_ID);
     event.cols = e->program->top_k;
+    if (ctx->predicts && in->flags & PDS_INSTR_PREDICT) {
+      const pds_predictor *p = &ctx->plan->layers[e->program->layer].predictor;
+      event.predicted = pds_buf(ctx, PDS_BUF_PREDICT_ID);
+      event.predicted_cols = ctx->plan->layers[p->target].gate.top_k;
+    }
     break;
   case PDS_OP_LM_HEAD:
     event.data = pds_buf(ctx, PDS_BUF_LOGITS);

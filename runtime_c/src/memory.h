@@ -15,7 +15,10 @@
  *     grain( PDS_SESSION_HEADER + r64(scratch_bytes) + tables + kv_blocks * kv_block_bytes )
  *     seq_blocks = ceil(max_context / kv_block)           kv_blocks = ceil(kv_tokens / kv_block)
  *     tables     = r64(4 * max_seqs * seq_blocks) + 2 * r64(4 * max_seqs) + 2 * r64(4 * kv_blocks)
- *                  + r64(4 * max_logits)
+ *                  + r64(4 * max_logits) + max_seqs * last
+ *     last       = r64(4 + 2 * n_layers * last_top_k) in plans with a predictor, else 0
+ *
+ *   predictors, each in one mmap of its own, as they are set (nets.c)
  *
  *   weights, mapped: the bytes of each weight file (read-only file mappings, one a file)
  *   weights, copied, one mmap: the sum of the files, each rounded up to PDS_FILE_GRAIN, rounded up
@@ -75,10 +78,17 @@ static inline uint64_t pds_layout_weights(const pds_plan *plan) {
   return pds_round_up(bytes, PDS_HUGE);
 }
 
+/* What a sequence's last token chose: the sequence's length behind it, then the experts of each
+ * layer. */
+static inline uint64_t pds_last_bytes(const pds_plan *plan) {
+  if (!plan->last_top_k) return 0;
+  return pds_round_up(4 + 2 * (uint64_t)plan->n_layers * plan->last_top_k, 64);
+}
+
 /* Offsets within a session's arena. */
 typedef struct pds_session_layout {
   uint32_t seq_blocks, kv_blocks;
-  uint64_t scratch, table, length, pending, refs, free_list, logit_rows, kv, total;
+  uint64_t scratch, table, length, pending, refs, free_list, logit_rows, last, kv, total;
 } pds_session_layout;
 
 static inline pds_session_layout pds_layout_session(const pds_plan *plan, uint32_t max_seqs,
@@ -93,7 +103,8 @@ static inline pds_session_layout pds_layout_session(const pds_plan *plan, uint32
   at.refs = at.pending + pds_round_up(4 * (uint64_t)max_seqs, 64);
   at.free_list = at.refs + pds_round_up(4 * (uint64_t)at.kv_blocks, 64);
   at.logit_rows = at.free_list + pds_round_up(4 * (uint64_t)at.kv_blocks, 64);
-  at.kv = at.logit_rows + pds_round_up(4 * (uint64_t)plan->max_logits, 64);
+  at.last = at.logit_rows + pds_round_up(4 * (uint64_t)plan->max_logits, 64);
+  at.kv = at.last + max_seqs * pds_last_bytes(plan);
   at.total = pds_round_up(at.kv + at.kv_blocks * plan->kv_block_bytes, PDS_GRAIN);
   return at;
 }

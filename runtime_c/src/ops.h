@@ -3,6 +3,7 @@
 #define PDS_OPS_H
 
 #include "kv_layout.h"
+#include "net.h"
 #include "panels.h"
 #include "step.h"
 
@@ -42,6 +43,11 @@ struct pds_gemm_job {
  * w. */
 pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride,
                          void *y, size_t y_stride, uint32_t rows, pds_gemm_out out);
+
+/* The same of panels that lie at `data`. */
+pds_gemm_job pds_gemm_at(pds_step_ctx *ctx, const pds_tensor *w, const void *data, const void *x,
+                         size_t x_stride, void *y, size_t y_stride, uint32_t rows,
+                         pds_gemm_out out);
 
 /* The same of a SwiGLU: y = act(silu(gate) * up), `inter` columns, zero up to the next multiple
  * of 32. */
@@ -99,6 +105,10 @@ void pds_route(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, float *
 /* The same for `row` of the step, from GATE to ROUTE_ID and ROUTE_W. */
 void pds_route_row(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, uint32_t row);
 
+/* Index of the greatest of x[0..n) that is not used; the lowest index wins a tie. One at least
+ * must be unused. */
+uint32_t pds_best_unused(const float *x, const uint8_t *used, uint32_t n);
+
 /* torch's order: NaN is the greatest value. */
 static inline int pds_above(float a, float b) {
   return a > b || (a == a) < (b == b);
@@ -108,6 +118,15 @@ static inline int pds_above(float a, float b) {
 size_t pds_quant_need(const pds_plan *plan);
 
 enum { PDS_FEW_ROWS = 4 }; /* whose routing or combining is less work than waking workers */
+
+/* A net's forward in two parts. The first is one GEMM, if any (false: none), which the second reads
+ * with the layer's routing and NET_PREV, NET_NEXT: logits to PREDICT. */
+int pds_net_first(pds_step_ctx *ctx, const pds_net *net, pds_gemm_job *out_job);
+void pds_net_rest(pds_step_ctx *ctx, uint32_t layer, const pds_net *net);
+/* What is known of the tokens before the step's rows, to NET_PREV and NET_NEXT. */
+void pds_net_previous(pds_step_ctx *ctx, uint32_t layer);
+/* Whether the plan's buffers have room for every net. */
+pds_status pds_net_check(const pds_plan *plan);
 
 /* Runs fn over `items` in the caller if there are few, else as a parallel job. */
 void pds_run_rows(pds_step_ctx *ctx, pds_job_fn fn, void *arg, uint32_t items, uint32_t few);

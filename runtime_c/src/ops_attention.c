@@ -47,6 +47,7 @@ pds_status pds_ops_check(const pds_plan *plan) {
                     "plan constants: %llu bytes for quantised rows, the operators need %llu",
                     (unsigned long long)plan->buffer_bytes[PDS_BUF_XQ],
                     (unsigned long long)pds_quant_need(plan));
+  PDS_RETURN_IF_ERROR(pds_net_check(plan));
   for (uint32_t i = 0; i < plan->n_layers; i++) {
     const pds_layer *layer = &plan->layers[i];
     const size_t need = pds_attention_scratch_bytes(plan, &layer->attn);

@@ -28,13 +28,13 @@ static gemm_fn kernel_of(const pds_kernels *k, const pds_tensor *w, int swiglu) 
   }
 }
 
-static pds_gemm_job make(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride,
-                         void *y, size_t y_stride, uint32_t rows) {
+static pds_gemm_job make(pds_step_ctx *ctx, const pds_tensor *w, const void *data, const void *x,
+                         size_t x_stride, void *y, size_t y_stride, uint32_t rows) {
   return (pds_gemm_job){
       .gemm = {.x = x,
                .x_stride = x_stride,
                .x_div = 1,
-               .w = pds_weight(ctx, w, 0),
+               .w = data,
                .panel_stride = pds_panel_bytes(w),
                .y = y,
                .y_stride = y_stride,
@@ -47,9 +47,10 @@ static pds_gemm_job make(pds_step_ctx *ctx, const pds_tensor *w, const void *x, 
   };
 }
 
-pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride,
-                         void *y, size_t y_stride, uint32_t rows, pds_gemm_out out) {
-  pds_gemm_job job = make(ctx, w, x, x_stride, y, y_stride, rows);
+pds_gemm_job pds_gemm_at(pds_step_ctx *ctx, const pds_tensor *w, const void *data, const void *x,
+                         size_t x_stride, void *y, size_t y_stride, uint32_t rows,
+                         pds_gemm_out out) {
+  pds_gemm_job job = make(ctx, w, data, x, x_stride, y, y_stride, rows);
   job.gemm.cols = w->n;
   job.gemm.out = (uint32_t)out;
   job.fn = kernel_of(ctx->kernels, w, 0);
@@ -57,10 +58,15 @@ pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, 
   return job;
 }
 
+pds_gemm_job pds_gemm_of(pds_step_ctx *ctx, const pds_tensor *w, const void *x, size_t x_stride,
+                         void *y, size_t y_stride, uint32_t rows, pds_gemm_out out) {
+  return pds_gemm_at(ctx, w, pds_weight(ctx, w, 0), x, x_stride, y, y_stride, rows, out);
+}
+
 pds_gemm_job pds_swiglu_of(pds_step_ctx *ctx, const pds_mlp *mlp, const void *x, size_t x_stride,
                            void *y, size_t y_stride, uint32_t rows) {
   const pds_tensor *w = &mlp->gate_up;
-  pds_gemm_job job = make(ctx, w, x, x_stride, y, y_stride, rows);
+  pds_gemm_job job = make(ctx, w, pds_weight(ctx, w, 0), x, x_stride, y, y_stride, rows);
   job.gemm.cols = mlp->inter;
   job.gemm.pad = pds_ceil(mlp->inter, 32);
   job.gemm.out = PDS_OUT_ACT;

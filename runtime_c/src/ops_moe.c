@@ -11,9 +11,7 @@ typedef struct layer_job {
   int shared;
 } layer_job;
 
-/* Index of the greatest of x[0..n) that is not used; the lowest index wins a tie. One at least
- * must be unused. */
-static uint32_t best_unused(const float *x, const uint8_t *used, uint32_t n) {
+uint32_t pds_best_unused(const float *x, const uint8_t *used, uint32_t n) {
   uint32_t best = n;
   for (uint32_t i = 0; i < n; i++) {
     if (!used[i] && (best == n || pds_above(x[i], x[best]))) best = i;
@@ -43,7 +41,8 @@ static void mask_groups(const pds_gate *gate, float *scores, float *choice, floa
   for (uint32_t g = 0; g < gate->groups; g++)
     groups[g] = group_score(gate, choice + g * size, size);
   memset(used, 0, gate->groups);
-  for (uint32_t i = 0; i < gate->top_groups; i++) used[best_unused(groups, used, gate->groups)] = 1;
+  for (uint32_t i = 0; i < gate->top_groups; i++)
+    used[pds_best_unused(groups, used, gate->groups)] = 1;
   for (uint32_t g = 0; g < gate->groups; g++) {
     if (used[g]) continue;
     for (uint32_t e = g * size; e < (g + 1) * size; e++) {
@@ -72,7 +71,7 @@ void pds_route(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, float *
   float sum = 0;
   memset(used, 0, n);
   for (uint32_t r = 0; r < k; r++) {
-    const uint32_t e = best_unused(choice, used, n);
+    const uint32_t e = pds_best_unused(choice, used, n);
     used[e] = 1;
     id[r] = (int32_t)e;
     weight[r] = scores[e]; /* the bias decides the choice only */

@@ -1,6 +1,8 @@
 /* ops_predict.c: which experts the next layer with experts will choose, before it has run. Nothing
  * here touches what a result is made of. */
 #include <math.h>
+#include <stdatomic.h>
+#include <string.h>
 
 #include "ops.h"
 
@@ -26,10 +28,42 @@ static void predict_item(void *arg, uint32_t item, uint32_t worker) {
             (float *)pds_buf(ctx, PDS_BUF_PREDICT_W) + (size_t)item * k);
 }
 
+static void route_item(void *arg, uint32_t row, uint32_t worker) {
+  const predict_job *job = arg;
+  pds_route_row(job->ctx, job->gate, worker, row);
+}
+
+/* A net's logits: the best top_k, and how sure it is of each. */
+static void choose_item(void *arg, uint32_t row, uint32_t worker) {
+  const predict_job *job = arg;
+  pds_step_ctx *ctx = job->ctx;
+  const uint32_t n = job->target->experts, k = job->target->top_k;
+  const float *logits =
+      (const float *)pds_buf(ctx, PDS_BUF_PREDICT) + (size_t)row * pds_ceil(n, PDS_LANES);
+  int32_t *id = (int32_t *)pds_buf(ctx, PDS_BUF_PREDICT_ID) + (size_t)row * k;
+  float *weight = (float *)pds_buf(ctx, PDS_BUF_PREDICT_W) + (size_t)row * k;
+  uint8_t *used = pds_worker_scratch(ctx, worker);
+  memset(used, 0, n);
+  for (uint32_t r = 0; r < k; r++) {
+    const uint32_t e = pds_best_unused(logits, used, n);
+    used[e] = 1;
+    id[r] = (int32_t)e;
+    weight[r] = logits[e];
+  }
+  ctx->kernels->sigmoid(weight, k);
+}
+
 static const pds_gate *target_of(const pds_step_ctx *ctx, uint32_t layer) {
   return &ctx->plan->layers[ctx->plan->layers[layer].predictor.target].gate;
 }
 
+/* NULL: the target's gate predicts. */
+static const pds_net *net_of(const pds_step_ctx *ctx, uint32_t layer) {
+  if (!ctx->nets) return NULL;
+  return atomic_load_explicit(&ctx->nets[2 * layer + ctx->net_phase].active, memory_order_acquire);
+}
+
+/* By the gate alone: a net also reads the layer's routing, which may not be known yet. */
 void pds_op_predict(pds_step_ctx *ctx, uint32_t layer) {
   predict_job job = {.ctx = ctx, .target = target_of(ctx, layer)};
   pds_gemm_job gemm = pds_gate_of(ctx, job.target, pds_buf(ctx, PDS_BUF_PREDICT));
@@ -40,10 +74,34 @@ void pds_op_predict(pds_step_ctx *ctx, uint32_t layer) {
 void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer) {
   predict_job job = {
       .ctx = ctx, .gate = &ctx->plan->layers[layer].gate, .target = target_of(ctx, layer)};
-  pds_gemm_job own = pds_gate_of(ctx, job.gate, pds_buf(ctx, PDS_BUF_GATE));
-  pds_gemm_job next = pds_gate_of(ctx, job.target, pds_buf(ctx, PDS_BUF_PREDICT));
-  pds_run_gemms_together(ctx, &own, &next);
-  pds_run_rows(ctx, predict_item, &job, 2 * ctx->rows, PDS_FEW_ROWS);
+  const pds_net *net = net_of(ctx, layer);
+  pds_gemm_job own = pds_gate_of(ctx, job.gate, pds_buf(ctx, PDS_BUF_GATE)), other;
+  if (!net) {
+    other = pds_gate_of(ctx, job.target, pds_buf(ctx, PDS_BUF_PREDICT));
+    pds_run_gemms_together(ctx, &own, &other);
+    pds_run_rows(ctx, predict_item, &job, 2 * ctx->rows, PDS_FEW_ROWS);
+    return;
+  }
+  if (pds_net_first(ctx, net, &other))
+    pds_run_gemms_together(ctx, &own, &other);
+  else
+    pds_run_gemms(ctx, &own);
+  pds_run_rows(ctx, route_item, &job, ctx->rows, PDS_FEW_ROWS);
+  pds_net_previous(ctx, layer);
+  pds_net_rest(ctx, layer, net);
+  pds_run_rows(ctx, choose_item, &job, ctx->rows, PDS_FEW_ROWS);
+}
+
+void pds_op_predict_logits(pds_step_ctx *ctx, uint32_t layer) {
+  const pds_net *net = net_of(ctx, layer);
+  pds_gemm_job gemm;
+  if (!net) {
+    gemm = pds_gate_of(ctx, target_of(ctx, layer), pds_buf(ctx, PDS_BUF_PREDICT));
+    pds_run_gemms(ctx, &gemm);
+    return;
+  }
+  if (pds_net_first(ctx, net, &gemm)) pds_run_gemms(ctx, &gemm);
+  pds_net_rest(ctx, layer, net);
 }
 
 void pds_op_bind_llc(pds_step_ctx *ctx, uint32_t layer, uint32_t capacity) {

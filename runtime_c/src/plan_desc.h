@@ -102,7 +102,10 @@ typedef enum pds_predictor_kind {
   PDS_PREDICT_CROSS_GATE = 1, /* the target's gate (weight, bias, rule), on this layer's input */
 } pds_predictor_kind;
 
-enum { PDS_PREDICT_ROWS = 16 }; /* rows of the largest step that predicts */
+enum {
+  PDS_PREDICT_ROWS = 16, /* rows of the largest step that predicts */
+  PDS_NET_WIDTH = 1024   /* hidden units of the widest net (net.h) */
+};
 
 typedef struct pds_predictor {
   uint8_t kind;    /* pds_predictor_kind */
@@ -162,6 +165,15 @@ typedef enum pds_buffer {
   PDS_BUF_PREDICT_ID, /* i32  [P, max top_k] the target's experts that each row is to choose */
   PDS_BUF_PREDICT_W,  /* fp32 [P, max top_k] and their weights */
   PDS_BUF_LLC_HOLES,  /* i32  [max experts] ?p of the running layer, likeliest first */
+  /* Nets (net.h); W = PDS_NET_WIDTH, E = max experts.
+   * bf16 [P, ceil32(hidden)] their input, in fp32 plans; that of others is XACT */
+  PDS_BUF_NET_X,
+  PDS_BUF_NET_U, /* fp32 [P, ceil16(2 W + E)] */
+  PDS_BUF_NET_H, /* bf16 [2 P, W] hidden units, each row in two that add up to it */
+  PDS_BUF_NET_V, /* fp32 [2 P, max(W, ceil16(E))] what matrices made of those */
+  /* i32  [P, max top_k] what this layer and the next one chose for the token before; -1: unknown */
+  PDS_BUF_NET_PREV,
+  PDS_BUF_NET_NEXT,
   PDS_BUF_COUNT
 } pds_buffer;
 
@@ -177,6 +189,8 @@ typedef struct pds_plan {
   uint32_t hidden, vocab, n_layers;
   uint32_t max_context, max_rows, max_logits, kv_block;
   uint32_t kv_split; /* context tokens per split of decode attention */
+  /* experts a layer that are remembered of a sequence's last token: max top_k; 0: no predictor */
+  uint32_t last_top_k;
   const pds_file *files;
   uint32_t n_files;
   pds_tensor embed; /* packed [vocab, hidden]; the same tensor as lm_head when tied */

@@ -29,6 +29,7 @@ pds_status pds_session_create(pds_engine *engine, const pds_session_options *opt
   session->bytes = at.total;
   session->scratch = arena + at.scratch;
   session->logit_rows = (uint32_t *)(arena + at.logit_rows);
+  session->last = pds_last_bytes(plan) ? arena + at.last : NULL;
   pds_kv_init(&session->kv, plan, max_seqs, arena, &at);
   pds_engine_retain(engine);
   *out_session = session;
@@ -93,6 +94,52 @@ static pds_status list_logit_rows(const pds_session *session, const pds_batch *b
   return PDS_OK;
 }
 
+static pds_step_ctx context_of(const pds_session *session) {
+  pds_engine *engine = session->engine;
+  const pds_kv *kv = &session->kv;
+  pds_step_ctx ctx = {.plan = engine->plan,
+                      .kernels = engine->path->kernels(),
+                      .l2_bytes = engine->l2_bytes,
+                      .pool = engine->pool,
+                      .files = engine->files,
+                      .scratch = session->scratch,
+                      .thread_scratch = engine->thread_scratch,
+                      .kv = kv->data,
+                      .table = kv->table,
+                      .table_stride = kv->seq_blocks};
+  ctx.cpu_holes = pds_buf(&ctx, PDS_BUF_HOLES);
+  return ctx;
+}
+
+/* --- what a sequence's last token chose: known while it is as long as it was then --- */
+
+static void forget(pds_session *session, int32_t seq) {
+  if (session->last) *pds_last_length(session->last, session->engine->plan, seq) = 0;
+}
+
+static void remember(pds_session *session, const pds_batch *batch) {
+  if (!session->last) return;
+  for (uint32_t i = 0; i < batch->n; i++) {
+    const int32_t seq = batch->seq[i];
+    *pds_last_length(session->last, session->engine->plan, seq) = session->kv.length[seq];
+  }
+}
+
+static void copy_last(pds_session *session, int32_t from, int32_t to) {
+  const size_t bytes = pds_last_bytes(session->engine->plan);
+  if (session->last)
+    memcpy(session->last + (size_t)to * bytes, session->last + (size_t)from * bytes, bytes);
+}
+
+/* Which of a layer's two nets predicts in a step: decode's where every row continues another
+ * sequence by one token. */
+static uint32_t net_phase_of(const pds_batch *batch) {
+  for (uint32_t i = 1; i < batch->n; i++)
+    for (uint32_t j = 0; j < i; j++)
+      if (batch->seq[i] == batch->seq[j]) return PDS_NET_PREFILL;
+  return PDS_NET_DECODE;
+}
+
 static pds_status run_step(pds_session *session, const pds_batch *batch, pds_logits *out_logits) {
   uint64_t begin = pds_now_ns();
   pds_engine *engine = session->engine;
@@ -101,25 +148,21 @@ static pds_status run_step(pds_session *session, const pds_batch *batch, pds_log
   PDS_RETURN_IF_ERROR(check_batch(session, batch));
   PDS_RETURN_IF_ERROR(list_logit_rows(session, batch, &n_logits));
   PDS_RETURN_IF_ERROR(pds_kv_begin(kv, batch->n, batch->seq, batch->position));
-  pds_step_ctx ctx = {.plan = engine->plan,
-                      .kernels = engine->path->kernels(),
-                      .l2_bytes = engine->l2_bytes,
-                      .pool = engine->pool,
-                      .files = engine->files,
-                      .scratch = session->scratch,
-                      .thread_scratch = engine->thread_scratch,
-                      .rows = batch->n,
-                      .token = batch->token,
-                      .position = batch->position,
-                      .seq = batch->seq,
-                      .logit_row = session->logit_rows,
-                      .n_logits = n_logits,
-                      .kv = kv->data,
-                      .table = kv->table,
-                      .table_stride = kv->seq_blocks};
-  ctx.cpu_holes = pds_buf(&ctx, PDS_BUF_HOLES);
+  pds_step_ctx ctx = context_of(session);
+  ctx.rows = batch->n;
+  ctx.token = batch->token;
+  ctx.position = batch->position;
+  ctx.seq = batch->seq;
+  ctx.logit_row = session->logit_rows;
+  ctx.n_logits = n_logits;
+  ctx.last = session->last;
+  ctx.length = kv->length;
   pds_pool_open(engine->pool);
   ctx.predicts = pds_llc_begin(&engine->llc, batch->n);
+  if (ctx.predicts) {
+    ctx.nets = atomic_load_explicit(&engine->nets, memory_order_acquire);
+    ctx.net_phase = net_phase_of(batch);
+  }
   uint32_t fp = pds_fp_default();
   const uint64_t ran = pds_now_ns(); /* behind the steps of others */
   pds_status status = pds_exec_step(session, &ctx);
@@ -128,9 +171,11 @@ static pds_status run_step(pds_session *session, const pds_batch *batch, pds_log
   pds_pool_close(engine->pool);
   if (status != PDS_OK) {
     pds_kv_rollback(kv, batch->n, batch->seq);
+    for (uint32_t i = 0; i < batch->n; i++) forget(session, batch->seq[i]);
     return status;
   }
   pds_kv_commit(kv, batch->n, batch->seq);
+  remember(session, batch);
   out_logits->data = pds_buf(&ctx, PDS_BUF_LOGITS);
   out_logits->rows = n_logits;
   out_logits->vocab = engine->plan->vocab;
@@ -144,6 +189,13 @@ pds_status pds_step(pds_session *session, const pds_batch *batch, pds_logits *ou
   if (!batch || !out_logits) return pds_fail(PDS_ERR_ARGUMENT, "step: a null pointer");
   PDS_RETURN_IF_ERROR(enter(session));
   return leave(session, run_step(session, batch, out_logits));
+}
+
+pds_status pds_predict(pds_session *session, const pds_prediction *asked, float *out_logits) {
+  if (!asked || !out_logits) return pds_fail(PDS_ERR_ARGUMENT, "prediction: a null pointer");
+  PDS_RETURN_IF_ERROR(enter(session));
+  pds_step_ctx ctx = context_of(session);
+  return leave(session, pds_predict_rows(session, &ctx, asked, out_logits));
 }
 
 void pds_cancel(pds_session *session) {
@@ -212,7 +264,9 @@ pds_status pds_seq_truncate(pds_session *session, int32_t seq, uint32_t tokens) 
 
 pds_status pds_seq_fork(pds_session *session, int32_t src, int32_t dst) {
   PDS_RETURN_IF_ERROR(enter(session));
-  return leave(session, pds_kv_fork(&session->kv, src, dst));
+  const pds_status status = pds_kv_fork(&session->kv, src, dst);
+  if (status == PDS_OK) copy_last(session, src, dst);
+  return leave(session, status);
 }
 
 pds_status pds_seq_save_size(const pds_session *session, int32_t seq, uint64_t *out_bytes) {
@@ -230,5 +284,7 @@ pds_status pds_seq_save(const pds_session *session, int32_t seq, void *buffer, u
 pds_status pds_seq_restore(pds_session *session, int32_t seq, const void *buffer, uint64_t bytes) {
   if (!buffer) return pds_fail(PDS_ERR_ARGUMENT, "restore: the buffer is a null pointer");
   PDS_RETURN_IF_ERROR(enter(session));
-  return leave(session, pds_kv_restore(&session->kv, seq, buffer, bytes));
+  const pds_status status = pds_kv_restore(&session->kv, seq, buffer, bytes);
+  if (status == PDS_OK) forget(session, seq); /* not part of what was saved */
+  return leave(session, status);
 }

@@ -37,6 +37,11 @@ typedef struct pds_step_ctx {
   /* cache prefetch (llc.h); without it predict, ?p and the prefetches retire at once */
   uint32_t predicts;
   uint32_t n_llc_holes; /* ?p: in PDS_BUF_LLC_HOLES */
+  /* predictors (net.h) */
+  const struct pds_net_slot *nets; /* [n_layers][2]; NULL: none was set */
+  uint32_t net_phase;              /* PDS_NET_PREFILL or PDS_NET_DECODE */
+  unsigned char *last;             /* [seqs][pds_last_bytes]; NULL: nothing is remembered */
+  const uint32_t *length;          /* tokens of each sequence before the step */
 } pds_step_ctx;
 
 static inline void *pds_buf(const pds_step_ctx *ctx, pds_buffer b) {
@@ -68,6 +73,10 @@ void pds_op_gate(pds_step_ctx *ctx, uint32_t layer); /* XN -> ROUTE_ID, ROUTE_W 
 /* XN -> PREDICT_ID, PREDICT_W: which experts of the predictor's target each row will choose */
 void pds_op_predict(pds_step_ctx *ctx, uint32_t layer);
 void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer); /* as one job */
+/* XN, XACT, ROUTE_ID, ROUTE_W, NET_PREV, NET_NEXT -> PREDICT: the predictor's logits alone */
+void pds_op_predict_logits(pds_step_ctx *ctx, uint32_t layer);
+/* ROUTE_ID -> last: what each sequence's last token chose */
+void pds_op_remember(pds_step_ctx *ctx, uint32_t layer);
 /* PREDICT_ID, PREDICT_W -> LLC_HOLES: experts by the sum of their weights over the rows, the
  * greatest first (equal ones: lowest id first), `capacity` at most */
 void pds_op_bind_llc(pds_step_ctx *ctx, uint32_t layer, uint32_t capacity);

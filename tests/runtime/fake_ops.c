@@ -95,6 +95,15 @@ void pds_op_predict(pds_step_ctx *ctx, uint32_t layer) {
   (void)layer;
 }
 
+void pds_op_predict_logits(pds_step_ctx *ctx, uint32_t layer) {
+  pds_op_predict(ctx, layer);
+}
+
+void pds_op_remember(pds_step_ctx *ctx, uint32_t layer) {
+  (void)ctx;
+  (void)layer;
+}
+
 void pds_op_bind_llc(pds_step_ctx *ctx, uint32_t layer, uint32_t capacity) {
   (void)ctx;
   (void)layer;

@@ -23,6 +23,14 @@ def declarations(*headers: str) -> str:
     return text
 
 
+def public(struct: str) -> str:
+    """The definition of one struct of pdscope.h."""
+    header = Path(ROOT, "include/pdscope.h").read_text()
+    found = re.search(rf"typedef struct {struct} \{{.*?\}} {struct};\n", header, re.S)
+    assert found
+    return found[0]
+
+
 def interface(*headers: str) -> cffi.FFI:
     ffi = cffi.FFI()
     ffi.cdef(declarations(*headers))

@@ -11,7 +11,7 @@ from typing import Any
 import cffi
 import numpy as np
 from support import cc
-from support.c_headers import declarations
+from support.c_headers import declarations, public
 from support.packing import (
     act_array,
     aligned,
@@ -32,14 +32,17 @@ ffi.cdef(
     "typedef int32_t pds_status;"
     "typedef struct pds_pool { uint32_t threads, backwards; } pds_pool;"
     + declarations("kernels/kernels.h", "src/plan_desc.h", "src/step.h")
+    + public("pds_net_desc")
+    + declarations("src/net.h")
     + "size_t pds_quant_need(const pds_plan *plan);"
 )
 
 
 def library() -> Any:
     here = Path(__file__).parent
-    names = ("gemm", "quantise", "mlp", "dense", "moe", "predict", "attention")
-    ops = [ROOT / "src" / f"ops_{name}.c" for name in names] + [ROOT / "src/status.c"]
+    names = ("gemm", "quantise", "mlp", "dense", "moe", "net", "predict", "attention")
+    ops = [ROOT / "src" / f"ops_{name}.c" for name in names]
+    ops += [ROOT / "src/status.c", ROOT / "src/net.c"]
     sources: list[tuple[Path, Sequence[str]]] = [(s, ()) for s in (*ops, here / "serial_pool.c")]
     return ffi.dlopen(str(cc.shared_object([*cc.kernel_sources(), *sources], flags=(f"-I{here}",))))
 
@@ -212,6 +215,12 @@ def buffer_sizes(m: Model) -> dict[str, int]:
         "PREDICT_ID": 4 * ahead * top_k,
         "PREDICT_W": 4 * ahead * top_k,
         "LLC_HOLES": 4 * most([x.gate.experts for x in moe]) if ahead else 0,
+        "NET_X": 2 * ahead * hidden if act == 4 else 0,
+        "NET_U": 4 * ahead * ceil(2 * 1024 + most([x.gate.experts for x in moe]), 16),
+        "NET_H": 4 * ahead * 1024,
+        "NET_V": 8 * ahead * max(1024, most([ceil(x.gate.experts, 16) for x in moe])),
+        "NET_PREV": 4 * ahead * top_k,
+        "NET_NEXT": 4 * ahead * top_k,
     }
 
 
