@@ -2,13 +2,11 @@
 plan reads it.
 
 In numpy alone: whoever inspects a plan needs no torch. compiler/phaseper/{nets,rivals}.py say what
-each predictor is; scores here are theirs. May import numpy, pdscope.{documents,errors,engine,ir,
-plan,predictor_figures,routing_records} and pdscope.compiler.{lowered,quantise,passes.lower,
-phaseper.calibrate,phaseper.metrics,phaseper.store}.
+each predictor is; scores here are theirs. May import numpy, pdscope.{documents,errors,ir,plan,
+predictor_figures,predictors,routing_records} and pdscope.compiler.{lowered,quantise,passes.lower,
+phaseper.calibrate,phaseper.metrics,phaseper.store}; pdscope.engine for its types alone.
 """
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,13 +35,13 @@ from pdscope.errors import InputError, PlanError
 from pdscope.ir.graph_text import parse_graph
 from pdscope.plan import Plan
 from pdscope.predictor_figures import PHASEPER, PHASES, Figures, Layer
+from pdscope.predictors import read_tensors
 from pdscope.routing_records import LayerRecords, RoutingReader
 
 if TYPE_CHECKING:
     from pdscope.engine import Engine
 
 BLOCKS = ("routed", "previous", "previous_next")
-_DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 _AGAIN = "compile the plan again"
 
 
@@ -100,7 +98,7 @@ class _Source:
         self._net = bool(about.net.get("stored"))
         if self._net:
             stored |= net_shapes(about.net, int(plan.model["hidden"]), n)
-        self._tensors = read_tensors(path, about.phase, stored)
+        self._tensors = layer_tensors(path, about.phase, stored)
         names = (n for n in about.figures if n != PHASEPER or self._net)
         self._tallies = {name: Tally(n, name == about.chosen) for name in names}
 
@@ -306,36 +304,21 @@ def plan_gates(plan: Plan) -> dict[int, Gate]:
     }
 
 
-def read_tensors(
+def layer_tensors(
     path: Path, phase: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, NDArray[Any]]:
     """Tensors PHASE.NAME of a layer's file, by NAME: fp32, or bf16 as its bits in uint16.
 
     Raises PlanError naming file and tensor for what is missing or of another shape.
     """
-    try:
-        data = path.read_bytes()
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
-        if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise PlanError(f"{path}: cannot be read ({error}): {_AGAIN}") from None
-    found = {}
+    found = read_tensors(path, [f"{phase}.{name}" for name in shapes])
     for name, shape in shapes.items():
-        try:
-            entry = header[f"{phase}.{name}"]
-            dtype, held = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-            begin, end = entry["data_offsets"]
-            whole = end - begin == math.prod(shape) * dtype.itemsize
-            if held != shape or not whole or not 0 <= begin <= end <= len(data) - 8 - size:
-                raise ValueError(f"has shape {held}, expected {shape}, or lies outside the file")
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise PlanError(f"{path}: tensor {phase}.{name}: {what}: {_AGAIN}") from None
-        flat = np.frombuffer(data, dtype, math.prod(shape), 8 + size + begin)
-        found[name] = flat.reshape(shape)
-    return found
+        held = found[f"{phase}.{name}"].shape
+        if held != shape:
+            raise PlanError(
+                f"{path}: tensor {phase}.{name} has shape {held}, expected {shape}: {_AGAIN}"
+            )
+    return {name: found[f"{phase}.{name}"] for name in shapes}
 
 
 def _fp32(tensor: NDArray[Any]) -> Array:
