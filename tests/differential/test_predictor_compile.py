@@ -217,6 +217,7 @@ def test_scores_of_rivals_are_those_of_training(attrs: GateAttrs, biased: bool) 
 def test_a_killed_compile_does_not_train_again(compiled: Compiled, tmp_path: Path) -> None:
     """Nor do other options take another's predictors."""
     options: dict[str, Any] = {"calibration": compiled.chats, "trace_records": 60}
+    made: list[PassResult] = []
 
     def after(result: PassResult) -> None:
         if result.name == "train-phaseper":
@@ -237,9 +238,6 @@ def test_a_killed_compile_does_not_train_again(compiled: Compiled, tmp_path: Pat
     assert "collect-traces" in cached and "train-phaseper" not in cached
     data = json.loads((tmp_path / "q/phaseper.json").read_text())
     assert all(x["net"]["bytes"] <= 30_000 for x in data["layers"])
-
-
-made: list[PassResult] = []
 
 
 def test_faults_of_options_come_before_the_weights(compiled: Compiled, tmp_path: Path) -> None:
@@ -271,6 +269,20 @@ def test_a_single_document_and_a_single_phase() -> None:
     about, files = build_predictors(store, gates, TrainOptions(search_rows=(64,)), "cpu")
     assert about["rows"] == {"decode": 40} and about["validation"] == {"decode": 0}
     assert {x["phase"] for x in about["layers"]} == {"decode"} and len(files) == 1
+
+
+def test_prompts_alone_predict_prefill_alone(tmp_path: Path) -> None:
+    """The compile ends well, and a text without prompts is told that there is nothing to see."""
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"messages": [{"role": "user", "content": p}]} for p in calibration.PROMPTS[:3]]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = compile_model(MODEL, tmp_path / "p", calibration=file)
+    (note,) = result.notes
+    assert note.startswith(f"{file}: holds nothing that the assistant wrote")
+    said = run_here("pdscope-inspect", tmp_path / "p", "--predictor", "--on", file).out
+    assert "prefill" in said and "decode     all" not in said
+    listed = json.loads((tmp_path / "p/phaseper.json").read_text())["layers"]
+    assert {x["phase"] for x in listed} == {"prefill"}
 
 
 def one_document() -> MemoryStore:
