@@ -65,7 +65,9 @@ def evaluate(
     text that has no position of a phase that is predicted.
     """
     gates = plan_gates(engine.plan)
-    sources = [_Source(engine.plan, layer, gates.get(layer.next)) for layer in layers]
+    for number in sorted({n for layer in layers for n in (layer.layer, layer.next)} - gates.keys()):
+        raise PlanError(f"phaseper.json: layer {number} of the model has no experts: {_AGAIN}")
+    sources = [_Source(engine.plan, layer, gates[layer.next]) for layer in layers]
     rows = dict.fromkeys(PHASES, 0)
     with RoutingReader(engine) as reader:
         for records in reader.read(documents):
@@ -89,7 +91,7 @@ def evaluate(
 class _Source:
     """The predictors of a layer and phase, and how they did so far."""
 
-    def __init__(self, plan: Plan, about: Layer, gate: Gate | None) -> None:
+    def __init__(self, plan: Plan, about: Layer, gate: Gate) -> None:
         self.about, self._gate = about, gate
         self._experts = int(plan.model["experts"])
         path = plan.path / f"phaseper/layer{about.layer:03d}.safetensors"
@@ -120,9 +122,8 @@ class _Source:
             "previous": (membership(prev_next, experts) + likely).astype(np.float32),
             "frequency": np.broadcast_to(likely, (len(at), experts)),
             "transition": transition_scores(tensors["transition"], e, w),
+            "cross_gate": choice_scores(self._gate, self._gate.logits(a)),
         }
-        if self._gate is not None:
-            found["cross_gate"] = choice_scores(self._gate, self._gate.logits(a))
         if self._net:
             routed = np.zeros((len(at), experts), np.float32)
             np.put_along_axis(routed, e.astype(np.int64), w, 1)

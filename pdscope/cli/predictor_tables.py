@@ -5,6 +5,7 @@ plan when a text is given.
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdscope.cli.format import human_bytes, pairs, table
-from pdscope.errors import PdscopeError, PlanError, disk_fault
+from pdscope.errors import InputError, PlanError, disk_fault
 from pdscope.predictor_figures import (
     PHASEPER,
     RIVALS,
@@ -46,6 +47,10 @@ def print_predictors(plan: "Plan", on: Path | None, html: Path | None, as_json: 
         return
     click.echo(pairs(_heading(predictors, on, found)))
     click.echo("\nhit rate / rank accuracy in percent, means of the layers")
+    if any(PHASEPER not in x.figures for x in layers):
+        click.echo("PhasePer: of those layers whose net the plan holds, as it was chosen")
+    if any(x.phase == "prefill" for x in layers):
+        click.echo("previous: never chosen for prefill, which does not know it in time")
     click.echo(table(_group_rows(summaries(layers))))
     click.echo()
     click.echo(table(_layer_rows(predictors, layers)))
@@ -54,6 +59,10 @@ def print_predictors(plan: "Plan", on: Path | None, html: Path | None, as_json: 
 
 
 def _evaluate(plan: "Plan", predictors: Predictors, on: Path, quiet: bool) -> "Evaluation":
+    if "numpy" not in sys.modules:
+        # Its products are small here: threads that wait for each other, and for the plan's workers,
+        # take many times as long.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from pdscope.compiler.phaseper.evaluate import evaluate
     from pdscope.documents import read_documents
     from pdscope.engine import load
@@ -73,8 +82,8 @@ def _evaluate(plan: "Plan", predictors: Predictors, on: Path, quiet: bool) -> "E
             return evaluate(
                 engine, predictors.layers, documents, bar.update if shown else lambda _: None
             )
-        except PdscopeError as error:
-            raise type(error)(f"{on}: {error}") from None
+        except InputError as error:
+            raise InputError(f"{on}: {error}") from None
 
 
 def _write(file: Path, page: str) -> None:

@@ -4,7 +4,9 @@ Holds the issue's point 7 ("`--on FILE` evaluates on any text through the compil
 points 1 to 4: "resumable, cached by content", "written to the plan", "the budget is a flag".
 """
 
+import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from safetensors import safe_open
 from support.assets import BUNDLED
 from support.commands import run_here
+from support.damage import edit_plan
 from support.traces import MemoryStore, MemoryTrace, softmax_attrs
 
 import pdscope
@@ -191,6 +194,38 @@ def test_faults_of_a_text(compiled: Compiled, tmp_path: Path) -> None:
     assert f"{bad}:2: expected" in fault(bad)
     bad.write_text("")
     assert f"{bad}: holds no text" in fault(bad)
+
+
+def test_damaged_predictors(compiled: Compiled, tmp_path: Path) -> None:
+    """The line names the predictor's file, not the text."""
+    plan = tmp_path / "p"
+    shutil.copytree(compiled.plan, plan)
+
+    def fault() -> str:
+        return run_here("pdscope-inspect", plan, "--predictor", "--on", compiled.chats).fault()
+
+    file = plan / "phaseper/layer001.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"decode.frequency", b"decode.frequencx", 1))
+    assert fault().startswith(f"error: {file}: has no tensor decode.frequency: compile the plan")
+    file.write_bytes(whole[:8] + b"?" + whole[9:])
+    assert fault().startswith(f"error: {file}: cannot be read")
+    file.write_bytes(whole.replace(b'"shape":[8,8]', b'"shape":[4,16]'[:13], 1))
+    assert fault().startswith(f"error: {file}: cannot be read")
+    data = json.loads((plan / "phaseper.json").read_text())
+    data["groups"]["layers"] = [n + 3 for n in data["groups"]["layers"]]
+    for entry in data["layers"]:
+        entry["layer"], entry["next"] = entry["layer"] + 3, entry["next"] + 3
+    (plan / "phaseper.json").write_text(json.dumps(data))
+    refresh(plan, "phaseper.json")
+    assert "phaseper.json: layer 6 of the model has no experts: compile the plan" in fault()
+
+
+def refresh(plan: Path, name: str) -> None:
+    """plan.json gets the size and hash of a changed file."""
+    content = (plan / name).read_bytes()
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    edit_plan(plan, lambda d: d["files"].update({name: entry}))
 
 
 @pytest.mark.parametrize(
