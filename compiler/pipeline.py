@@ -18,6 +18,7 @@ from pdscope.compiler.passes.build_library import BuildLibrary
 from pdscope.compiler.passes.check_weights import CheckWeights
 from pdscope.compiler.passes.collect_traces import (
     SUMMARY,
+    TRACES,
     CollectTraces,
     GenerateCalibration,
     ReadCalibration,
@@ -27,6 +28,7 @@ from pdscope.compiler.passes.emit_source import EmitSource
 from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
 from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMemory
+from pdscope.compiler.passes.predictor_report import PredictorReport
 from pdscope.compiler.passes.schedule import Schedule
 from pdscope.compiler.passes.tokenizer_files import (
     TokenizerFiles,
@@ -34,6 +36,12 @@ from pdscope.compiler.passes.tokenizer_files import (
     generation_ids,
 )
 from pdscope.compiler.passes.trace_model import CheckSemantics, TraceModel
+from pdscope.compiler.passes.train_phaseper import (
+    TrainPhasePer,
+    check_training,
+    model_gates,
+    train_options,
+)
 from pdscope.compiler.passmanager import (
     PassManager,
     PassResult,
@@ -41,6 +49,7 @@ from pdscope.compiler.passmanager import (
     sha256_file,
     writing,
 )
+from pdscope.compiler.phaseper.traces import TraceStore
 from pdscope.compiler.source import Model
 from pdscope.errors import BudgetError
 from pdscope.ir.graph_text import parse_graph
@@ -125,7 +134,8 @@ class Pipeline:
         run(BuildLibrary(self.target.isa))
         manifest["files"] = self._files()  # the source and the library too
         if self.predicts:
-            self._collect_traces(Plan(self.workspace.plan, manifest), text)
+            traces = self._collect_traces(Plan(self.workspace.plan, manifest), text)
+            self._train_predictors(traces, reader)
             manifest["files"] = self._files()
         check_full(manifest)
         # The manifest is the last file: a directory without it is no plan.
@@ -144,13 +154,16 @@ class Pipeline:
         self.predicts = source.options.predicts and why is None
         if source.options.predicts and why is not None:
             source.notes.append(why)
-        if not self.predicts or source.options.calibration is None:
+        if not self.predicts:
+            return None
+        check_training(plan.model["hidden"], plan.model["experts"], source.options)
+        if source.options.calibration is None:
             return None
         text = ReadCalibration(Path(source.options.calibration), plan, source.progress)
         self.manager.run(text)
         return text
 
-    def _collect_traces(self, plan: Plan, text: ReadCalibration | None) -> None:
+    def _collect_traces(self, plan: Plan, text: ReadCalibration | None) -> CollectTraces:
         """Of the text, or of what the model itself generates. `plan` is whole but for plan.json."""
         source = self.source
         given = text or GenerateCalibration(plan, source.progress)
@@ -161,8 +174,8 @@ class Pipeline:
                 "long prompts; some hundred conversations of your use do better"
             )
             self.manager.run(given)
-        rows = source.options.trace_records
-        self.manager.run(CollectTraces(given, plan, rows, source.progress))
+        traces = CollectTraces(given, plan, source.options.trace_records, source.progress)
+        self.manager.run(traces)
         for phase, kept in json.loads(self.workspace.read_text(SUMMARY))["rows"].items():
             if not kept:
                 what = "the assistant wrote" if phase == "decode" else "is of a prompt"
@@ -170,6 +183,22 @@ class Pipeline:
                     f"{source.options.calibration}: holds nothing that {what}, so the {phase} "
                     "phase has no traces and no predictor; add whole conversations, or texts"
                 )
+        return traces
+
+    def _train_predictors(self, traces: CollectTraces, reader: "_Lazy") -> None:
+        source = self.source
+        self.manager.run(
+            TrainPhasePer(
+                traces=lambda: TraceStore.open(self.workspace.scratch(TRACES)),
+                key=traces.key(),
+                gates=lambda: model_gates(self.lowered.layers, reader),
+                options=train_options(source.options),
+                device=source.options.predictor_device,
+                start=lambda total: source.progress.start("train predictors", total, "rows"),
+                advance=source.progress.advance,
+            )
+        )
+        self.manager.run(PredictorReport())
 
     def results(self) -> tuple[PassResult, ...]:
         return tuple(self.workspace.records.values())

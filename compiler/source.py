@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pdscope.arguments import flag, index, path, text
+from pdscope.arguments import byte_count, flag, index, path, text
 from pdscope.compiler.checkpoint import (
     Checkpoint,
     DummyWeights,
@@ -27,13 +27,14 @@ DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
 SWITCH = ("on", "off")
 PREDICTORS = ("auto", "off")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 class Progress(Protocol):
     """What a caller sees of a long compile."""
 
     def start(self, what: str, total: int, unit: str = "bytes") -> None:
-        """A stage of `total` bytes, or "tokens", begins; 0: nobody knows how many."""
+        """A stage of `total` bytes, "tokens" or "rows" begins; 0: nobody knows how many."""
 
     def advance(self, amount: int) -> None: ...
 
@@ -60,6 +61,8 @@ class Options:
     calibration: str | Path | None = None
     trace_records: int | None = None
     predictor: str | None = None  # None: auto with a calibration, else off
+    predictor_budget: int | str | None = None  # bytes a layer, or e.g. "4.2MB"
+    predictor_device: str = "auto"
 
     @property
     def cache_predictor(self) -> str:
@@ -77,6 +80,7 @@ class Options:
             ("load_format", self.load_format, LOAD_FORMATS),
             ("cache_prefetch", self.cache_prefetch, SWITCH),
             ("predictor", "off" if self.predictor is None else self.predictor, PREDICTORS),
+            ("predictor_device", self.predictor_device, DEVICES),
         ):
             if not isinstance(value, str) or value not in known:
                 raise InputError(
@@ -101,11 +105,15 @@ class Options:
                 raise InputError(
                     f"trace_records: expected 1 to {2**31 - 1}, got {self.trace_records}"
                 )
-            if not self.predicts:
-                raise InputError(
-                    f"trace_records: {self.trace_records} rows are wanted, but no predictor: give "
-                    "a --calibration, or --predictor auto, or leave it out"
-                )
+            self._check_predicts("trace_records", f"{self.trace_records} rows are")
+        if self.predictor_budget is not None:
+            budget = byte_count("predictor_budget", self.predictor_budget)
+            object.__setattr__(self, "predictor_budget", budget)
+            if budget < 1:
+                raise InputError(f"predictor_budget: expected at least 1 byte, got {budget}")
+            self._check_predicts("predictor_budget", f"{budget} bytes are")
+        if self.predictor_device != "auto":
+            self._check_predicts("predictor_device", f"{self.predictor_device} is")
         if self.calibration is None:
             return
         file = path("calibration", self.calibration)
@@ -119,6 +127,13 @@ class Options:
             what = "is no file" if file.exists() else "no such file"
             raise InputError(
                 f"calibration: {file}: {what}; expected a text, or jsonl with text or messages"
+            )
+
+    def _check_predicts(self, name: str, what: str) -> None:
+        if not self.predicts:
+            raise InputError(
+                f"{name}: {what} wanted, but no predictor: give a --calibration, or --predictor "
+                "auto, or leave it out"
             )
 
 

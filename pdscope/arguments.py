@@ -1,17 +1,22 @@
-"""Checks of what callers pass: integers, arrays of them, ranges, texts, paths, flags.
+"""Checks of what callers pass: integers, arrays of them, ranges, sizes, texts, paths, flags.
 
 May import numpy and pdscope.errors. Each function raises InputError, which names the argument.
 """
 
 import operator
 import os
+import re
 from collections.abc import Iterable
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pdscope.errors import InputError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def integers(name: str, values: ArrayLike | Iterable[int]) -> NDArray[np.int32]:
@@ -71,6 +76,16 @@ def path(name: str, value: object) -> Path:
         what = "without a NUL character" if given else "that is not empty"
         raise InputError(f"{name} is {given!r}, expected a path {what}")
     return Path(given)
+
+
+def byte_count(name: str, value: object) -> int:
+    """A number of bytes: an integer, or a text such as "4200000", "4.2MB" or "4 MiB"."""
+    if not isinstance(value, str):
+        return index(name, value)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if found is None or (unit := found[2].upper()) not in _UNITS:
+        raise InputError(f"{name} is {value!r}, expected bytes: a number, or e.g. 4.2MB or 4MiB")
+    return int(Decimal(found[1]) * _UNITS[unit])
 
 
 def flag(name: str, value: object) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 #: How the plan was built, not what it computes; the library and its source carry the hash, and what
 #: is learned of its routing changes no output.
 _LEFT_OUT = {"generator", "plan_hash", "target", "files"}
-_BUILT = ("src/", "lib/", "phaseper/", "phaseper.json")
+_BUILT = ("src/", "lib/", "phaseper/", "phaseper.json", "report.html")
 
 #: weights_sha256 of dummy weights, of which there is one version.
 DUMMY_WEIGHTS = hashlib.sha256(b"dummy weights 1").hexdigest()

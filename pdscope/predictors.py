@@ -222,7 +222,7 @@ class _Entry:
     def _tensors(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
         """Of this phase: matrices of a net as bf16 bits, all else as float32."""
         tables = ("frequency", "transition")
-        found = _read_tensors(self.file, [f"{self.phase}.{name}" for name in shapes])
+        found = read_tensors(self.file, [f"{self.phase}.{name}" for name in shapes])
         for name, shape in shapes.items():
             array = found[f"{self.phase}.{name}"]
             kind = "f" if len(shape) == 1 or name in tables else "u"
@@ -248,7 +248,7 @@ class _Entry:
         )
 
 
-def _read_tensors(path: Path, names: list[str]) -> dict[str, Array]:
+def read_tensors(path: Path, names: list[str]) -> dict[str, Array]:
     """Tensors of a safetensors file, fp32 or bf16 as its bits."""
     try:
         data = path.read_bytes()

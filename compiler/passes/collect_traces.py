@@ -161,7 +161,7 @@ class GenerateCalibration:
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
         folder = workspace.scratch(self.text)
         chunks = folder.with_name("answers")
-        with Engine(self.plan, weights="mmap") as engine:
+        with Engine(self.plan, weights="mmap", predictor="off") as engine:
             self.progress.start("generate calibration", calibration.most_tokens(), "tokens")
             key = json.dumps(self.inputs())
             documents = calibration.generated(engine, chunks, key, self.progress.advance)
@@ -185,16 +185,19 @@ class CollectTraces:
     def inputs(self) -> Mapping[str, str]:
         return {**_identity(self.plan), **self.text.inputs(), "rows": str(self.rows)}
 
+    def key(self) -> str:
+        """Of the trace store: identity of all that decides what it holds."""
+        return hashlib.sha256(json.dumps(self.inputs()).encode()).hexdigest()
+
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
         corpus = Corpus(workspace.scratch(self.text.text))
-        key = hashlib.sha256(json.dumps(self.inputs()).encode()).hexdigest()
         # The packed weights in the page cache are the one copy of the model.
-        with Engine(self.plan, weights="mmap") as engine:
+        with Engine(self.plan, weights="mmap", predictor="off") as engine:
             store = collect(
                 engine,
                 corpus,
                 workspace.scratch(TRACES),
-                key,
+                self.key(),
                 rows=self.rows,
                 start=lambda total: self.progress.start("collect traces", total, "tokens"),
                 advance=self.progress.advance,

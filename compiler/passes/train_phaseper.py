@@ -1,7 +1,7 @@
 """Train and choose the predictors of a plan: phaseper/layerNNN.safetensors and phaseper.json.
 
-May import numpy, pdscope.compiler.{lowered,passmanager,quantise} and pdscope.compiler.phaseper;
-torch comes with its modules, when the pass runs.
+May import numpy, pdscope.compiler.{lowered,passmanager,quantise,source} and
+pdscope.compiler.phaseper; torch comes with its modules, when the pass runs.
 """
 
 import json
@@ -15,6 +15,7 @@ from pdscope.compiler.passes.pack_weights import WeightReader
 from pdscope.compiler.passmanager import Workspace
 from pdscope.compiler.phaseper.store import Gate
 from pdscope.compiler.quantise import to_float32
+from pdscope.compiler.source import Options
 
 if TYPE_CHECKING:
     from pdscope.compiler.phaseper.store import Store
@@ -54,6 +55,27 @@ class TrainPhasePer:
         data: dict[str, Any] = {"traces": self.key, **about}
         written.append(workspace.write("phaseper.json", json.dumps(data, indent=1) + "\n"))
         return dict.fromkeys(written)
+
+
+def train_options(options: Options) -> "TrainOptions":
+    """What of the compile's options training depends on."""
+    from pdscope.compiler.phaseper.train import TrainOptions
+
+    budget = options.predictor_budget
+    return TrainOptions() if budget is None else TrainOptions(size_budget=int(budget))
+
+
+def check_training(hidden: int, experts: int, options: Options) -> None:
+    """Before hours of packing: raises BudgetError where the predictors' budget is too small for a
+    model of `experts` a layer, InputError for a device that is not there."""
+    from pdscope.compiler.phaseper.build import pick_device
+    from pdscope.compiler.phaseper.nets import BLOCKS
+    from pdscope.compiler.phaseper.train import fitting_width
+
+    chosen = train_options(options)
+    pick_device(options.predictor_device)
+    for blocks in BLOCKS.values():  # some layer is in the middle group, whose nets are deep
+        fitting_width(hidden, experts, blocks, True, chosen.size_budget // 2, chosen.width)
 
 
 def usable_cores() -> int:

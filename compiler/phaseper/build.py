@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pdscope.compiler.phaseper.groups import find_groups
 from pdscope.compiler.phaseper.predictor_file import FORMAT, layer_bytes, layer_file
 from pdscope.compiler.phaseper.rows import PhaseRows
-from pdscope.compiler.phaseper.select import entry, select
-from pdscope.compiler.phaseper.store import Gate, Store
+from pdscope.compiler.phaseper.select import bytes_read, entry, select
+from pdscope.compiler.phaseper.store import Gate, Store, Trace
 from pdscope.compiler.phaseper.train import TrainOptions, one_thread_each, train_phases
 from pdscope.errors import InputError
 
@@ -31,14 +33,15 @@ def build_predictors(
 
     The same store, options and kind of device give the same bytes, whatever `threads`. start:
     receives the most rows that may be trained on; advance: rows trained on since its last call.
-    Raises InputError for a phase without rows, BudgetError when no net fits the size budget.
+    A phase without rows gets no predictor. Raises InputError where none has any, BudgetError when
+    no net fits the size budget.
     """
-    for phase in store.phases:
-        if store.rows(phase) == 0:
-            raise InputError(
-                f"calibration text: gave no {phase} rows, expected prompts and assistant answers: "
-                "give a file of conversations (jsonl with messages)"
-            )
+    store = _Trainable(store)
+    if not store.phases:
+        raise InputError(
+            "calibration text: gave no rows, expected prompts and assistant answers: give a file "
+            "of conversations (jsonl with messages), or of texts"
+        )
     groups = find_groups(store)
     where = pick_device(device)
     rows = {p: PhaseRows(store, p, gates, where, product_type(where)) for p in store.phases}
@@ -51,21 +54,45 @@ def build_predictors(
             parts = {}
             for phase in store.phases:
                 chosen = select(rows[phase], trained[phase][pair])
-                entries.append(entry(rows[phase], chosen, groups.names[pair]))
+                about = entry(rows[phase], chosen, groups.names[pair])
+                shape = chosen.trained.job.candidate.shape
+                entries.append({**about, "reads": bytes_read(rows[phase], shape)})
                 tensors = chosen.net.tensors if chosen.net is not None else {}
                 parts[phase] = tensors, rows[phase].tables(pair)
             files[layer_file(store.layers[pair])] = layer_bytes(parts)
-    about = {
+    made = {
         "format_version": FORMAT,
         "hidden": store.hidden,
         "experts": store.experts,
         "top_k": store.top_k,
         "rows": {phase: store.rows(phase) for phase in store.phases},
+        "validation": {phase: len(r.validation) for phase, r in rows.items()},
         "options": asdict(options),
         "groups": asdict(groups),
         "layers": entries,
     }
-    return about, files
+    return made, files
+
+
+class _Trainable:
+    """The phases of a store that have rows. Where all of them are for validation, as those of a
+    single document may be, they are there to train on instead."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.phases = tuple(phase for phase in store.phases if store.rows(phase))
+        self.layers, self.hidden = store.layers, store.hidden
+        self.experts, self.top_k = store.experts, store.top_k
+
+    def rows(self, phase: str) -> int:
+        return self._store.rows(phase)
+
+    def layer(self, phase: str, layer: int) -> Trace:
+        return self._store.layer(phase, layer)
+
+    def split(self, phase: str) -> NDArray[np.bool_]:
+        split = self._store.split(phase)
+        return np.zeros_like(split) if split.all() else split
 
 
 def most_rows(rows: PhaseRows, options: TrainOptions) -> int:
@@ -81,7 +108,10 @@ def pick_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise InputError("device cuda: this machine has no GPU that torch can use: choose cpu")
+        raise InputError(
+            "predictor_device: cuda is wanted, but this machine has no GPU that torch can use: "
+            "choose cpu or auto"
+        )
     return torch.device("cuda")
 
 

@@ -5,6 +5,7 @@
 pdscope.errors and pdscope.cli._interrupt.
 """
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ _EPILOG = (
     "Exit status: 0 success, 1 a fault of input or environment (one line says which, and what to "
     "do), 2 wrong usage, 130 interrupted by Ctrl-C."
 )
+
+
+_OUTPUT = "standard output"
 
 
 class Interrupted(click.Abort):
@@ -42,6 +46,7 @@ class Command(click.Command):
             return super().main(args, name, complete_var, standalone_mode=False, **extra)
         try:
             _reopen_closed()
+            _name_output()
             result = super().main(args, name, complete_var, standalone_mode=False, **extra)
             sys.stdout.flush()
         except click.ClickException as error:
@@ -74,25 +79,40 @@ def _of_system(error: OSError) -> str:
     what = error.filename
     reason = error.strerror or str(error)
     full = disk_fault(error, f"{reason}; free some space, or write to another file or disk")
-    # Of the writers, standard output alone names no file. Where its buffer is off or too small for
-    # what was written, it keeps nothing to try again.
-    if what is None and (full or _output_is_stuck()):
-        what = "standard output"
+    if what == _OUTPUT:
         _drop_output()
     if full:
         reason = f"cannot be written: {full}"
-    elif what == "standard output":
+    elif what == _OUTPUT:
         reason = f"cannot be written: {reason}; send it to another file or disk"
     return reason if what is None else f"{what}: {reason}"
 
 
-def _output_is_stuck() -> bool:
-    """Errors of writing name no file; but what standard output did not take, it still has."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
+class _Output(io.FileIO):
+    """Standard output, whose errors say so: those of other files that are written to name none."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = _OUTPUT
+            raise
+
+
+def _name_output() -> None:
+    """Replaces sys.stdout, unless somebody else has, by one of the same settings over _Output."""
+    out = sys.stdout
+    if out is not sys.__stdout__ or not isinstance(out, io.TextIOWrapper):
+        return
+    raw = _Output(out.fileno(), "w", closefd=False)
+    unbuffered = isinstance(out.buffer, io.RawIOBase)
+    sys.stdout = io.TextIOWrapper(
+        raw if unbuffered else io.BufferedWriter(raw),
+        encoding=out.encoding,
+        errors=out.errors,
+        line_buffering=out.line_buffering,
+        write_through=out.write_through,
+    )
 
 
 def _drop_output() -> None:

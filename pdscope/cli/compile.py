@@ -3,6 +3,7 @@
 import json
 import logging
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,19 @@ if TYPE_CHECKING:
     "Default: auto with --calibration, else off.",
 )
 @click.option(
+    "--predictor-budget",
+    metavar="BYTES",
+    help="Most that a layer's predictors may take: bytes, or e.g. 4.2MB, the default. Wider ones "
+    "predict better, and cost more to run.",
+)
+@click.option(
+    "--predictor-device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where predictors are trained. auto: on a GPU, if PyTorch finds one.",
+)
+@click.option(
     "--dry-run", is_flag=True, help="Trace, schedule and print the memory table; write nothing."
 )
 @click.option("--force", is_flag=True, help="Replace the plan that OUTPUT already holds.")
@@ -161,6 +175,20 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.2f} B"
 
 
+def _predictors(result: "CompileResult") -> str | None:
+    """Groups, hit rates, what serves how many layers and phases, and how long it took to train."""
+    from pdscope.plan import Plan
+    from pdscope.predictor_figures import JSON, Predictors, describe
+
+    if result.plan is None or JSON not in result.manifest["files"]:
+        return None
+    found = Predictors.open(Plan(result.plan, result.manifest))
+    groups = ", ".join(f"{n} {name}" for name, n in Counter(found.groups).items())
+    took = {p.name: p for p in result.passes}["train-phaseper"]
+    seconds = "trained before" if took.cached else f"trained in {took.seconds:.1f} s"
+    return f"{groups} layers; {describe(found.layers)}; {seconds}"
+
+
 def _print_summary(result: "CompileResult") -> None:
     from pdscope.cli.format import human_bytes, pairs
 
@@ -193,6 +221,8 @@ def _print_summary(result: "CompileResult") -> None:
     if result.plan is None:
         rows.append(("dry run", "nothing was written; --json prints the whole memory table"))
     else:
+        if predictors := _predictors(result):
+            rows.append(("predictors", predictors))
         rows.append(("plan hash", m["plan_hash"][:16]))
         rows.append(("plan", str(result.plan)))
     click.echo(pairs(rows))

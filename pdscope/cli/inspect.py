@@ -52,6 +52,24 @@ def _layer(_ctx: click.Context, _param: click.Parameter, value: str | None) -> i
     type=GivenPath(),
     help="Print what OTHER changes: plan.json, programs, memory, files.",
 )
+@click.option(
+    "--predictor",
+    is_flag=True,
+    help="Print how well the next layer's experts are predicted, by layer group and phase.",
+)
+@click.option(
+    "--on",
+    type=GivenPath(),
+    metavar="FILE",
+    help="With --predictor: measure on this text, read through the plan: jsonl of texts and "
+    "chats, or plain text. Default: figures of the compile.",
+)
+@click.option(
+    "--html",
+    type=GivenPath(),
+    metavar="FILE",
+    help="With --predictor: write the plots to this page.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(
     plan: Path,
@@ -61,6 +79,9 @@ def main(
     memory: bool,
     verify: bool,
     other: Path | None,
+    predictor: bool,
+    on: Path | None,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Read a compiled plan: what it is, what runs where, each program, the memory.
@@ -73,9 +94,15 @@ def main(
     pdscope-inspect plan/ --memory --json
     pdscope-inspect plan/ --verify
     pdscope-inspect plan/ --diff other-plan/
+    pdscope-inspect plan/ --predictor --on chats.jsonl --html report.html
     """
-    if sum((layer is not None, graph, memory, verify, other is not None)) > 1:
-        raise click.UsageError("Give one of --layer, --graph, --memory, --verify, --diff.")
+    if sum((layer is not None, graph, memory, verify, other is not None, predictor)) > 1:
+        raise click.UsageError(
+            "Give one of --layer, --graph, --memory, --verify, --diff, --predictor."
+        )
+    for name, given in (("--on", on), ("--html", html)):
+        if given is not None and not predictor:
+            raise click.UsageError(f"{name} needs --predictor.")
     if phase is not None and layer is None:
         raise click.UsageError("--phase needs --layer.")
     from pdscope.plan import Plan
@@ -91,6 +118,10 @@ def main(
         _print_memory(opened, as_json)
     elif verify:
         _verify(opened, as_json)
+    elif predictor:
+        from pdscope.cli.predictor_tables import print_predictors
+
+        print_predictors(opened, on, html, as_json)
     elif other is not None:
         _diff(opened, Plan.open(other), as_json)
     else:

@@ -30,6 +30,7 @@ from pdscope.compiler.passmanager import PassResult
 from pdscope.compiler.phaseper import calibration
 from pdscope.compiler.phaseper.corpus import PHASES
 from pdscope.compiler.phaseper.traces import TraceShape, TraceStore
+from pdscope.compiler.pipeline import Pipeline
 from pdscope.compiler.quantise import to_bfloat16
 from pdscope.documents import read_documents
 from pdscope.errors import BudgetError, InputError
@@ -37,6 +38,12 @@ from pdscope.routing_records import RoutingReader
 
 MODEL = BUNDLED / "tiny-mixtral"
 DOCUMENTS = 12
+
+
+@pytest.fixture(autouse=True)
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes of the traces is a matter of test_predictor_compile.py, and takes its time."""
+    monkeypatch.setattr(Pipeline, "_train_predictors", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

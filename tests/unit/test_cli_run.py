@@ -401,14 +401,19 @@ def test_closed_pipe_is_quiet(plan: str) -> None:
         assert process.stderr.read() == b""
 
 
+LONG_HELP = "from pdscope.cli import compile_command as main; main()"
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("name", ["run", "help", "inspect"])
+@pytest.mark.parametrize("name", ["run", "help", "long help", "inspect"])
 def test_full_standard_output(plan: str, name: str, unbuffered: str) -> None:
     """Disk full: the message says what could not be written, and there is nothing else at exit."""
     arguments = {
         "run": command(plan, "-p", "Hello", "-n", "3"),
         "help": command("--help"),
+        # More than a block of the buffer, which keeps nothing of what was not taken.
+        "long help": [sys.executable, "-c", LONG_HELP, "--help"],
         "inspect": [sys.executable, "-m", "pdscope.cli.inspect", plan],
     }[name]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
