@@ -17,6 +17,7 @@ from support.assets import BUNDLED
 from support.plans import PlanStore
 
 import pdscope
+from pdscope.arguments import byte_count
 from pdscope.compiler.source import Options
 from pdscope.errors import BudgetError, InputError, PdscopeError
 
@@ -117,3 +118,20 @@ def test_options_are_named_as_python_has_them(engine: pdscope.Engine) -> None:
     for call in (engine.generate, engine.prefill):
         with pytest.raises(BudgetError, match=r"--max-context \(max_context=\)"):
             call(tokens)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        *((4200000, 4200000), ("4200000", 4200000), ("4.2MB", 4200000), (" 4.2 mb ", 4200000)),
+        *(("4MiB", 4 << 20), ("1.5kib", 1536), ("2GB", 2 * 10**9), ("7B", 7), ("0.1kB", 100)),
+    ],
+)
+def test_byte_count(value: object, size: int) -> None:
+    assert byte_count("budget", value) == size
+
+
+@pytest.mark.parametrize("value", ["", "MB", "4.2.1", "-1", "4 TB", "1e6", 1.5, True, None])
+def test_no_byte_count(value: object) -> None:
+    with pytest.raises(InputError, match=r"^budget is .*, expected"):
+        byte_count("budget", value)
