@@ -1,66 +1,81 @@
-"""A phaseper.json that was never trained: three MoE layers of the stand-in plan, both phases."""
+"""Predictor files of random numbers for a compiled plan, without any training."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support import fake_plan
+import numpy as np
+import torch
 
-HIT = {
-    ("prefill", 0): 0.8,
-    ("prefill", 1): 0.9,
-    ("decode", 0): 0.7,
-    ("decode", 1): 0.6,
-}
+from pdscope.compiler.phaseper.nets import BLOCKS, NetShape
+from pdscope.compiler.phaseper.predictor_file import layer_bytes, layer_file
+from pdscope.compiler.phaseper.rivals import Tables
+from pdscope.plan import Plan
 
-
-def entry(layer: int, phase: str) -> dict[str, Any]:
-    """Decode of layer 1 is served by the next layer's gate, all else by a net."""
-    hit = HIT[phase, layer]
-    net = (phase, layer) != ("decode", 1)
-    names = ("cross_gate", "previous", "frequency", "transition")
-    rivals = {n: {"hit": 0.6 - 0.1 * i, "rank_hit": 1 - 0.25 * i} for i, n in enumerate(names)}
-    bins = [(0.05 + 0.1 * i, 0.1 * i, 10 * (i % 3)) for i in range(10)]
-    predicted, observed, pairs = ([b[i] for b in bins] for i in range(3))
-    return {
-        "layer": layer,
-        "next": layer + 1,
-        "phase": phase,
-        "group": ("input", "middle")[layer],
-        "chosen": "phaseper" if net else "cross_gate",
-        "rivals": rivals,
-        "net": {
-            **{"hit": hit if net else 0.5, "rank_hit": 0.75, "stored": net, "width": 16},
-            **{"deep": layer == 1, "blocks": ["routed", "previous"], "bytes": 2048},
-        },
-        "r_hit": 0.85,
-        "temperatures": dict.fromkeys(("phaseper", *names), 0.5),
-        "reads": {"phaseper": 1536, **dict.fromkeys(names, 64)},
-        "reliability": {"predicted": predicted, "observed": observed, "pairs": pairs, "error": 0.1},
-    }
+Tensors = dict[str, torch.Tensor]
 
 
-def figures() -> dict[str, Any]:
-    return {
-        **{"format_version": 1, "hidden": 8, "experts": 4, "top_k": 2},
-        "rows": {"prefill": 1000, "decode": 400},
-        "validation": {"prefill": 100, "decode": 40},
-        "groups": {
-            "layers": [0, 1, 2],
-            "similarity": [0.25, 0.875],
-            "names": ["input", "middle", "middle"],
-        },
-        "layers": [entry(layer, phase) for phase, layer in HIT],
-    }
+def random_net(shape: NetShape, rng: np.random.Generator) -> Tensors:
+    """As a file holds it: matrices bf16, vectors fp32; logits of size 1 to 10."""
+    made = {}
+    for name, size in shape.tensors().items():
+        scale = 1.0 if name == "features.weight" or len(size) == 1 else 2 * size[-1] ** -0.5
+        values = torch.from_numpy(np.float32(rng.normal(0, scale, size)))
+        made[name] = values if len(size) == 1 else values.bfloat16()
+    return made
 
 
-def write_plan(folder: Path, data: dict[str, Any] | str | None) -> Path:
-    """A plan directory without a library, and with `data` as its phaseper.json."""
-    (folder / "phaseper").mkdir(parents=True)
-    (folder / "memory.json").write_text('{"session": {"total_bytes": 1}}')
-    (folder / "phaseper/traces.json").write_text('{"calibration": "chats.jsonl"}')
-    if data is not None:
-        text = data if isinstance(data, str) else json.dumps(data)
-        (folder / "phaseper.json").write_text(text)
-    fake_plan.write_manifest(folder)
-    return folder
+def random_tables(experts: int, rng: np.random.Generator) -> Tables:
+    return Tables(np.float32(rng.random(experts)), np.float32(rng.random((experts, experts))))
+
+
+def moe_layers(plan: Path) -> list[int]:
+    texts = sorted((plan / "programs").glob("layer*.decode.plan"))
+    return [int(t.name[5:8]) for t in texts if "gate" in t.read_text(encoding="utf-8")]
+
+
+def with_predictors(
+    plan: Path,
+    target: Path,
+    chosen: Callable[[int, str], str] = lambda layer, phase: "phaseper",
+    damage: Callable[[Tensors], None] = lambda net: None,
+    width: int = 40,
+    seed: int = 0,
+) -> Path:
+    """A copy of the plan, with a predictor for each layer and phase: what `chosen` says of the
+    layer's index among those with experts. Nets of even ones are deep. plan.json does not list the
+    files."""
+    shutil.copytree(plan, target)
+    write_predictors(target, chosen, damage, width, seed)
+    return target
+
+
+def write_predictors(
+    plan: Path,
+    chosen: Callable[[int, str], str] = lambda layer, phase: "phaseper",
+    damage: Callable[[Tensors], None] = lambda net: None,
+    width: int = 40,
+    seed: int = 0,
+) -> None:
+    model = Plan.open(plan).model
+    rng = np.random.default_rng(seed)
+    layers = moe_layers(plan)
+    entries: list[dict[str, Any]] = []
+    (plan / "phaseper").mkdir(exist_ok=True)
+    for i, layer in enumerate(layers[:-1]):
+        parts: dict[str, tuple[Tensors, Tables]] = {}
+        for phase, blocks in BLOCKS.items():
+            shape = NetShape(model["hidden"], model["experts"], width, i % 2 == 0, blocks)
+            name, net = chosen(i, phase), random_net(shape, rng)
+            damage(net)
+            stored = name == "phaseper"
+            parts[phase] = (net if stored else {}, random_tables(shape.experts, rng))
+            about = {"stored": stored, "width": width, "deep": shape.deep, "blocks": list(blocks)}
+            entry = {"layer": layer, "next": layers[i + 1], "phase": phase, "chosen": name}
+            entries.append(entry | {"net": about})
+        (plan / layer_file(layer)).write_bytes(layer_bytes(parts))
+    about = {key: model[key] for key in ("hidden", "experts", "top_k")}
+    data = {"format_version": 1, **about, "layers": entries}
+    (plan / "phaseper.json").write_text(json.dumps(data), encoding="utf-8")

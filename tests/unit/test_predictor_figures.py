@@ -17,7 +17,7 @@ from xml.dom import minidom
 
 import pytest
 from support.commands import run_here
-from support.predictors import figures, write_plan
+from support.predictor_figures import figures, write_plan
 
 from pdscope.errors import PlanError
 from pdscope.plan import Plan
