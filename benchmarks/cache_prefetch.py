@@ -1,9 +1,9 @@
 """Decode with cache prefetch on and off, in turn in the same run, and how good its predictions are.
 
 Both engines decode the same tokens, behind a context of 64. By default on four layers of
-Qwen3-30B-A3B's dimensions with dummy weights (the plan of decode_ceiling.py, 6 GB), whose gates say
-nothing of each other: then speed alone means something. With --plan and --text a trained model
-decodes the tokens of a text, so that routing and hit rate are real.
+Qwen3-30B-A3B's dimensions with dummy weights (the plan of decode_ceiling.py, 6 GB), whose residual
+stream changes less from layer to layer than a trained model's: its hit rate is too good. With
+--plan and --text a trained model decodes the tokens of a text, and routing is real.
 
     python benchmarks/cache_prefetch.py [--plan DIR --text FILE] [--threads N] [--rounds R]
         [--tokens N] [--weights auto|mmap|copy] [--json]

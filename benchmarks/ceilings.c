@@ -6,8 +6,10 @@
  *          Seconds 0: once, which leaves nothing else in the caches
  *   fma    fp32 multiply-adds, GFLOP/s        bf16   vdpbf16ps, GFLOP/s
  *   vnni   vpdpbusd on int8, Gop/s            amx    tdpbf16ps, GFLOP/s       amx8   tdpbusd, Gop/s
+ *   tiles  tdpbf16ps, GFLOP/s, each of whose operands is loaded once for two products, from the
+ *          first-level cache: what a GEMM can have of amx at most
  *
- * The last five on registers alone. Answers one number, the sum over threads, or "absent" where the
+ * All but read and tiles on registers alone. Answers one number, the sum over threads, or "absent" where the
  * CPU or the operating system lacks the instruction. Between measurements the threads sleep.
  * Build: cc -O3 -pthread. */
 #define _GNU_SOURCE
@@ -185,6 +187,24 @@ __attribute__((target("amx-tile,amx-int8"))) static double tile_int8(int rounds,
   return rounds * 4.0 * 2 * 16 * 16 * 64;
 }
 
+__attribute__((target("amx-tile,amx-bf16"))) static double tile_loads(int rounds, float *sink) {
+  unsigned char operands[4][1024] __attribute__((aligned(64)));
+  memset(operands, *sink != 0, sizeof operands);
+  TILES_8x16;
+  for (int r = 0; r < rounds; r++) {
+    _tile_loadd(6, operands[0], 64);
+    _tile_loadd(4, operands[1], 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, operands[2], 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, operands[3], 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+  return rounds * 4.0 * 2 * 16 * 16 * 32;
+}
+
 /* Linux's leave to use tile registers. */
 static int tiles_permitted(void) {
 #if defined(__linux__) && defined(SYS_arch_prctl)
@@ -202,6 +222,8 @@ static compute_fn compute_of(const char *mode) {
   if (!strcmp(mode, "bf16") && wide && has(7, 1, 0, 5, 0xE6)) return dot_bf16;
   if (!strcmp(mode, "vnni") && wide && has(7, 0, 2, 11, 0xE6)) return dot_int8;
   if (!strcmp(mode, "amx") && tiles && has(7, 0, 3, 22, 0) && tiles_permitted()) return tile_bf16;
+  if (!strcmp(mode, "tiles") && tiles && has(7, 0, 3, 22, 0) && tiles_permitted())
+    return tile_loads;
   if (!strcmp(mode, "amx8") && tiles && has(7, 0, 3, 25, 0) && tiles_permitted()) return tile_int8;
   return NULL;
 }
@@ -285,7 +307,7 @@ int main(int argc, char **argv) {
   const double gib = argc > 2 ? atof(argv[2]) : 2;
   if (threads < 1 || threads > 1024 || gib <= 0) {
     fprintf(stderr,
-            "usage: ceilings THREADS [GIB] <lines of: read|fma|bf16|vnni|amx|amx8 SECONDS\n");
+            "usage: ceilings THREADS [GIB] <lines of: read|fma|bf16|vnni|amx|tiles|amx8 SECONDS\n");
     return 2;
   }
   size_t part = (size_t)(gib * (double)(1u << 30)) / (size_t)threads / 4096 * 4096;

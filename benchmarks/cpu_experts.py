@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from machine import (
+    COMPUTE_SECONDS,
     Ceilings,
     Sample,
     around,
@@ -272,7 +273,7 @@ def measure(
     rng = np.random.default_rng(0)
     mode = tools.best_of(modes_of(dtype, asked.isa))
     found: dict[int, list[Round]] = {}
-    samples = []
+    samples, tiles = [], []
     with pdscope.load(plan, threads=asked.threads, isa=asked.isa) as engine:
         out["kernel_path"] = engine.info.isa
         for _ in range(2):  # brings the weights into memory
@@ -282,6 +283,8 @@ def measure(
             samples.append(tools.sample(mode))
             found[tokens] = []
             for _ in range(asked.rounds):
+                if mode == "amx":
+                    tiles.append(tools.measure("tiles", COMPUTE_SECONDS) or 0)
                 steps = []
                 for _ in range(steps_of(tokens)):
                     tools.flush()
@@ -305,6 +308,7 @@ def measure(
             "instruction": mode,
             "read": read,
             "compute": compute,
+            "tiles": spread(tiles) if tiles else None,
             "layers": layers,
             "expert_bytes": size,
             "flushed_bytes": tools.region,
@@ -497,6 +501,9 @@ def table(rows: list[Row], out: dict[str, Any]) -> str:
             f"ceilings beside {c['model']} {c['dtype']}, min / median / max: "
             f"read {read} GB/s, {c['instruction']} {compute} GFLOP/s"
         )
+        if c["tiles"]:
+            loaded = " / ".join(f"{c['tiles'][k]:.0f}" for k in ("min", "median", "max"))
+            lines.append(f"amx with tiles loaded from the first-level cache: {loaded} GFLOP/s")
     lines += out["notes"]
     lines.append(f"{'':32}{'ms a layer':>21}{'':32}{'share of best':>9}{'limit, by round':>24}")
     lines.append(

@@ -147,13 +147,14 @@ def describe() -> dict[str, str]:
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
+    release = ".".join(platform.release().split(".")[:2])
     sizes = {k: f"{n >> 10} KiB" if n < 1 << 20 else f"{n >> 20} MiB" for k, n in _caches().items()}
     return {
         "processor": model,
         "cores": f"{usable_cores()} usable of {os.cpu_count()}",
         "caches": ", ".join(f"{name} {size}" for name, size in sizes.items()) or "not told",
         "memory": f"{_meminfo('MemTotal') / 2**30:.0f} GiB",
-        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "system": f"{platform.system()} {release}, Python {platform.python_version()}",
         "compiler": find_compiler().name,
         "load average before": f"{LOAD_BEFORE:.1f}",
     }

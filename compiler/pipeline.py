@@ -17,6 +17,7 @@ from pdscope.compiler.manifest import derived_fields
 from pdscope.compiler.passes.build_library import BuildLibrary
 from pdscope.compiler.passes.check_weights import CheckWeights
 from pdscope.compiler.passes.collect_traces import (
+    SUMMARY,
     CollectTraces,
     GenerateCalibration,
     ReadCalibration,
@@ -162,6 +163,13 @@ class Pipeline:
             self.manager.run(given)
         rows = source.options.trace_records
         self.manager.run(CollectTraces(given, plan, rows, source.progress))
+        for phase, kept in json.loads(self.workspace.read_text(SUMMARY))["rows"].items():
+            if not kept:
+                what = "the assistant wrote" if phase == "decode" else "is of a prompt"
+                source.notes.append(
+                    f"{source.options.calibration}: holds nothing that {what}, so the {phase} "
+                    "phase has no traces and no predictor; add whole conversations, or texts"
+                )
 
     def results(self) -> tuple[PassResult, ...]:
         return tuple(self.workspace.records.values())

@@ -80,9 +80,9 @@ def collect(
     with RoutingReader(engine) as reader:
         while writer.done < len(numbers):
             chunk, size = [], 0
-            for number in numbers[writer.done :]:
-                chunk.append(number)
-                size += lengths[number]
+            for at in range(writer.done, len(numbers)):
+                chunk.append(numbers[at])
+                size += lengths[numbers[at]]
                 if size >= CHUNK:
                     break
             for records in reader.read(map(corpus.document, chunk)):

@@ -25,30 +25,21 @@ static void begin_trial(pds_llc_trial *t, uint32_t key) {
   atomic_store_explicit(&t->state, PDS_CACHE_PREFETCH_AUTO, memory_order_relaxed);
 }
 
-static uint64_t median_ns(uint64_t *x, uint32_t n) {
+/* Sorts x. */
+static double median(double *x, uint32_t n) {
   for (uint32_t i = 1; i < n; i++)
     for (uint32_t j = i; j && x[j] < x[j - 1]; j--) {
-      const uint64_t y = x[j];
+      const double y = x[j];
       x[j] = x[j - 1];
       x[j - 1] = y;
     }
   return (x[(n - 1) / 2] + x[n / 2]) / 2;
 }
 
-static double median_of_rounds(double *x) {
-  for (uint32_t i = 1; i < PDS_LLC_ROUNDS; i++)
-    for (uint32_t j = i; j && x[j] < x[j - 1]; j--) {
-      const double y = x[j];
-      x[j] = x[j - 1];
-      x[j - 1] = y;
-    }
-  return (x[(PDS_LLC_ROUNDS - 1) / 2] + x[PDS_LLC_ROUNDS / 2]) / 2;
-}
-
 static void decide(pds_llc_trial *t) {
   uint32_t wins = 0;
   for (uint32_t i = 0; i < PDS_LLC_ROUNDS; i++) wins += t->speedup[i] > 1;
-  const double gain = (median_of_rounds(t->speedup) - 1) * 1e4;
+  const double gain = (median(t->speedup, PDS_LLC_ROUNDS) - 1) * 1e4;
   const int32_t rounded = gain < 1e6 ? (int32_t)gain : 1000000;
   t->verdict = wins >= PDS_LLC_WINS && rounded >= PDS_LLC_GAIN;
   t->left = PDS_LLC_RECHECK;
@@ -69,16 +60,16 @@ void pds_llc_trial_step(pds_llc_trial *t, uint32_t key, uint64_t ns) {
     return;
   }
   t->others = 0;
-  t->ns[t->step++] = ns ? ns : 1;
+  t->ns[t->step++] = ns ? (double)ns : 1;
   if (t->step < PDS_LLC_WINDOW) return;
   t->step = 0;
-  const uint64_t median = median_ns(t->ns + PDS_LLC_SKIP, PDS_LLC_WINDOW - PDS_LLC_SKIP);
+  const double usual = median(t->ns + PDS_LLC_SKIP, PDS_LLC_WINDOW - PDS_LLC_SKIP);
   t->second = !t->second;
   if (t->second) {
-    t->first = median;
+    t->first = usual;
     return;
   }
-  const double ratio = (double)t->first / (double)median; /* even rounds: off / on */
+  const double ratio = t->first / usual; /* even rounds: off / on */
   t->speedup[t->round] = t->round % 2 == 0 ? ratio : 1 / ratio;
   if (++t->round == PDS_LLC_ROUNDS) decide(t);
 }

@@ -35,7 +35,7 @@ typedef struct pds_llc_trial {
   uint32_t key;  /* what the compared steps have in common */
   uint32_t others, round, step;
   bool second, verdict;
-  uint64_t ns[PDS_LLC_WINDOW], first; /* median of the round's first window */
+  double ns[PDS_LLC_WINDOW], first; /* median of the round's first window */
   double speedup[PDS_LLC_ROUNDS];
   _Atomic int32_t state;   /* PDS_CACHE_PREFETCH_*; AUTO: no verdict yet, or being measured again */
   _Atomic int32_t gain;    /* median of the last trial, in 1/100 percent */

@@ -22,8 +22,9 @@ from support.tiny_configs import random_tiny_config, save_random_model
 import pdscope
 from pdscope.compiler.lowered import Gate, LoweredModel, Tensor
 from pdscope.compiler.passes.lower import Lower
+from pdscope.errors import InputError
 from pdscope.ir.graph_text import parse_graph
-from pdscope.ir.isa import NormSite, Opcode
+from pdscope.ir.isa import NormSite, Opcode, Queue
 from pdscope.observe import TapEvent
 from pdscope.plan import Plan
 from pdscope.session import Session, SessionStats
@@ -245,6 +246,27 @@ def test_one_thread_has_no_idle_worker(plans: PlanStore) -> None:
         assert report["why"] == "one thread: no worker is ever idle"
         assert report["decode"]["state"] == report["batch"]["state"] == "off"
         assert report["experts_predicted"] == 0
+
+
+def test_wrong_values(plans: PlanStore, tmp_path: Path) -> None:
+    model = BUNDLED / "tiny-mixtral"
+    with pytest.raises(InputError, match="cache_prefetch is 'yes', expected auto, on, off"):
+        pdscope.load(plans.compile(model, dtype="bf16"), cache_prefetch="yes")
+    with pytest.raises(InputError, match="cache_prefetch: 'auto' is unknown; expected one of on"):
+        pdscope.compile(model, tmp_path / "plan", cache_prefetch="auto")
+
+
+def test_the_trace_shows_it(plans: PlanStore) -> None:
+    """One instruction a layer but the last, on queue aux, with the experts that it prefetches."""
+    plan = plans.compile(BUNDLED / "tiny-mixtral", dtype="bf16")
+    for mode, experts in (("on", 2), ("off", 0)):
+        with pdscope.load(plan, threads=2, cache_prefetch=mode) as engine:
+            with engine.main.trace() as trace:
+                engine.decode(5)
+            ahead = trace.records[trace.records["opcode"] == Opcode.PREFETCH]
+            assert ahead["layer"].tolist() == list(range(5))
+            assert set(ahead["experts"].tolist()) == {experts}
+            assert set(ahead["queue"].tolist()) == {Queue.AUX}
 
 
 def test_compiled_without(plans: PlanStore) -> None:

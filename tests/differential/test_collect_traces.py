@@ -312,6 +312,19 @@ def test_no_traces_and_a_note_why(
     assert not [p.name for p in result.passes if "calib" in p.name or "traces" in p.name]
 
 
+def test_a_phase_without_text_is_told(tmp_path: Path) -> None:
+    """Prompts alone: the store's other phase is empty, and a note says so."""
+    file = tmp_path / "prompts.jsonl"
+    message = {"role": "user", "content": "Hello there."}
+    file.write_text(json.dumps({"messages": [message]}) + "\n")
+    result = collected(tmp_path / "p", tmp_path / "s", calibration=file)
+    (note,) = result.notes
+    assert note.startswith(f"{file}: holds nothing that the assistant wrote, so the decode phase")
+    store = TraceStore.open(tmp_path / "s")
+    assert store.rows("prefill") > 0 == store.rows("decode")
+    assert store.layer("decode", 5).a.shape == (0, 128) and not len(store.token("decode"))
+
+
 def test_a_plan_for_another_cpu_cannot_be_run(
     tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

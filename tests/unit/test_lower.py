@@ -26,6 +26,8 @@ from pdscope.ir.graph import (
     ScaleAttrs,
     Weight,
 )
+from pdscope.ir.isa import Phase
+from pdscope.ir.verify import verify
 
 H, VOCAB, EXPERTS, INTER = 48, 100, 5, 24
 
@@ -75,15 +77,17 @@ def layer_nodes(i: int, hid: str, dense: bool, shared: bool) -> list[Node]:
     return nodes
 
 
-def graph(tied: bool = False, shared: bool = True) -> Graph:
+def graph(tied: bool = False, shared: bool = True, kinds: str = "DM") -> Graph:
+    """`kinds`: D for a dense layer, M for one with experts."""
     table = weight("embed", VOCAB, H)
     nodes = [Node("embed", Op.EMBED, (), EmbedAttrs(VOCAB, H), {"weight": table})]
-    nodes += layer_nodes(0, "embed", dense=True, shared=False)
-    nodes += layer_nodes(1, "l0.a2", dense=False, shared=shared)
-    nodes.append(norm("final", "l1.a2", None))
+    for i, kind in enumerate(kinds):
+        before = f"l{i - 1}.a2" if i else "embed"
+        nodes += layer_nodes(i, before, dense=kind == "D", shared=shared and kind == "M")
+    nodes.append(norm("final", f"l{len(kinds) - 1}.a2", None))
     head = table if tied else weight("head", VOCAB, H)
     nodes.append(Node("head", Op.LM_HEAD, ("final",), LmHeadAttrs(VOCAB, tied), {"weight": head}))
-    return Graph("TestForCausalLM", H, VOCAB, 2, 256, tuple(nodes))
+    return Graph("TestForCausalLM", H, VOCAB, len(kinds), 256, tuple(nodes))
 
 
 def change(g: Graph, name: str, node: Node) -> Graph:
@@ -167,6 +171,26 @@ def test_scratch_buffers_do_not_overlap_and_fit() -> None:
         end = b.offset + b.bytes
     assert end <= memory.scratch_bytes
     assert memory.session_bytes(1, 64) < memory.session_bytes(1, 4096)
+
+
+def test_layers_predict_the_next_with_experts() -> None:
+    """Programs and memory follow: decode and batch predict and prefetch, prefill does not."""
+    model = lower(graph(kinds="DMDMM"))
+    assert [x.predictor.target if x.predictor else None for x in model.layers] == [
+        *(None, 3, None, 4, None)
+    ]
+    for p in Schedule(model, 64).programs():
+        ahead = p.layer in (1, 3) and p.phase is not Phase.PREFILL
+        assert any(i.predict for i in p.instrs) is ahead
+        assert any(i.llc for i in p.instrs) is ahead
+        verify(p)
+    sizes = {b.name: b.bytes for b in PlanMemory(64).run(model).buffers}
+    assert sizes["PREDICT"] == 4 * 16 * 16 and sizes["LLC_HOLES"] == 4 * EXPERTS
+    without = Lower("bf16", 128, "none").run(graph(kinds="DMDMM"))
+    assert not any(x.predictor for x in without.layers)
+    assert not any(i.predict or i.llc for p in Schedule(without, 64).programs() for i in p.instrs)
+    sizes = {b.name: b.bytes for b in PlanMemory(64).run(without).buffers}
+    assert sizes["PREDICT"] == sizes["PREDICT_ID"] == sizes["LLC_HOLES"] == 0
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 16, 17, 512])

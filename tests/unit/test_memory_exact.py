@@ -37,7 +37,7 @@ keep = ctypes.CDLL(str(library))
 assert count.count_watch(str(library).encode()) == 1, "the plan's library is not loaded"
 import pdscope
 seen = {"start": read()}
-engine = pdscope.load(plan, threads=threads, weights=weights)
+engine = pdscope.load(plan, threads=threads, weights=weights, cache_prefetch="on")
 engine.prefill([1, 5, 7])
 seen["loaded"] = read()
 engine.decode(9)
