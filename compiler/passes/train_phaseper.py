@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pdscope.compiler.lowered import Layer, Rows, Tensor
 from pdscope.compiler.passes.pack_weights import WeightReader
 from pdscope.compiler.passmanager import Workspace
-from pdscope.compiler.phaseper.rivals import Gate
+from pdscope.compiler.phaseper.store import Gate
 from pdscope.compiler.quantise import to_float32
 
 if TYPE_CHECKING:

@@ -11,11 +11,10 @@ import torch
 
 from pdscope.compiler.phaseper.groups import find_groups
 from pdscope.compiler.phaseper.predictor_file import FORMAT, layer_bytes, layer_file
-from pdscope.compiler.phaseper.rivals import Gate
 from pdscope.compiler.phaseper.rows import PhaseRows
 from pdscope.compiler.phaseper.select import entry, select
-from pdscope.compiler.phaseper.store import Store
-from pdscope.compiler.phaseper.train import TrainOptions, train_phases
+from pdscope.compiler.phaseper.store import Gate, Store
+from pdscope.compiler.phaseper.train import TrainOptions, one_thread_each, train_phases
 from pdscope.errors import InputError
 
 
@@ -44,17 +43,18 @@ def build_predictors(
     where = pick_device(device)
     rows = {p: PhaseRows(store, p, gates, where, product_type(where)) for p in store.phases}
     start(sum(most_rows(r, options) for r in rows.values()))
-    trained = train_phases(rows, groups.names, options, threads, advance)
     entries: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
-    for pair in range(len(store.layers) - 1):
-        parts = {}
-        for phase in store.phases:
-            chosen = select(rows[phase], trained[phase][pair])
-            entries.append(entry(rows[phase], chosen, groups.names[pair]))
-            tensors = chosen.net.tensors if chosen.net is not None else {}
-            parts[phase] = tensors, rows[phase].tables(pair)
-        files[layer_file(store.layers[pair])] = layer_bytes(parts)
+    with one_thread_each():
+        trained = train_phases(rows, groups.names, options, threads, advance)
+        for pair in range(len(store.layers) - 1):
+            parts = {}
+            for phase in store.phases:
+                chosen = select(rows[phase], trained[phase][pair])
+                entries.append(entry(rows[phase], chosen, groups.names[pair]))
+                tensors = chosen.net.tensors if chosen.net is not None else {}
+                parts[phase] = tensors, rows[phase].tables(pair)
+            files[layer_file(store.layers[pair])] = layer_bytes(parts)
     about = {
         "format_version": FORMAT,
         "hidden": store.hidden,

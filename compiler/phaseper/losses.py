@@ -60,10 +60,14 @@ def distill(logits: Tensor, soft: Tensor, top_k: int) -> Tensor:
     row; the net's own margins are taken likewise, its m being held constant. What counts is which
     side of the gate's edge an expert is on, and how clearly.
     """
-    if top_k < logits.shape[-1]:
-        edge = logits.detach().topk(top_k + 1, -1).values[..., -2:].mean(-1, keepdim=True)
-        logits = logits - edge
-    return bce(SLOPE * logits, soft)
+    return bce(SLOPE * (logits - edge(logits.detach(), top_k)), soft)
+
+
+def edge(scores: Tensor, top_k: int) -> Tensor:
+    """Halfway between each row's top_k-th and next best score, [..., 1]; 0 where all are taken."""
+    if top_k >= scores.shape[-1]:
+        return torch.zeros_like(scores[..., :1])
+    return scores.topk(top_k + 1, -1).values[..., -2:].mean(-1, keepdim=True)
 
 
 def stacked_loss(

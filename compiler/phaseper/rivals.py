@@ -3,17 +3,19 @@
 previous: the experts of layer l+1 at the token before; frequency: the most often chosen ones;
 transition: a first-order table from layer l's experts to l+1's; cross_gate (Fate): the gate of
 layer l+1 on layer l's gate input, with the family's own rule of choice. Each gives scores [n,
-experts], higher is likelier. May import numpy, pdscope.ir.graph and
-pdscope.compiler.phaseper.metrics.
+experts], higher is likelier. May import numpy, torch and
+pdscope.compiler.phaseper.{metrics,store}.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pdscope.compiler.phaseper.metrics import membership
-from pdscope.ir.graph import GateAttrs
+from pdscope.compiler.phaseper.store import Gate
 
 Array = NDArray[np.float32]
 Ids = NDArray[np.integer]
@@ -24,20 +26,6 @@ RIVALS = (CROSS_GATE, PREVIOUS, FREQUENCY, TRANSITION)
 
 
 @dataclass(frozen=True)
-class Gate:
-    """The gate of one MoE layer: fp32 weight [experts, hidden], bias [experts] of the choice."""
-
-    attrs: GateAttrs
-    weight: Array
-    bias: Array | None
-
-    def logits(self, a: Array) -> Array:
-        """[n, experts] from the gate's input [n, hidden]."""
-        out: Array = a @ self.weight.T
-        return out
-
-
-@dataclass(frozen=True)
 class Tables:
     """What two rivals know: `frequency` [experts], `transition` [experts of l, experts of l+1]."""
 
@@ -45,26 +33,22 @@ class Tables:
     transition: Array
 
 
-def choice_scores(attrs: GateAttrs, bias: Array | None, logits: Array) -> Array:
-    """What the family's gate takes the best top_k of [n, experts], given its logits."""
-    if attrs.score == "softmax":
-        scores = np.exp(logits - logits.max(1, keepdims=True))
-        scores /= scores.sum(1, keepdims=True)
-    else:
-        scores = 1 / (1 + np.exp(-logits))
-    choice = scores if bias is None else scores + bias
+def choice_scores(gate: Gate, logits: Tensor) -> Tensor:
+    """What the family's gate takes the best top_k of, [n, experts], given its logits."""
+    attrs = gate.attrs
+    choice = logits.softmax(1) if attrs.score == "softmax" else logits.sigmoid()
+    if gate.bias is not None:
+        choice = choice + torch.from_numpy(np.array(gate.bias)).to(logits.device)
     if attrs.groups > 1:
         grouped = choice.reshape(len(choice), attrs.groups, -1)
         if attrs.group_score == "max":
-            merit = grouped.max(2)
+            merit = grouped.amax(2)
         else:
-            merit = np.sort(grouped, axis=2)[:, :, -2:].sum(2)
-        lost = np.argsort(-merit, axis=1, kind="stable")[:, attrs.top_groups :]
-        masked = grouped.copy()
-        np.put_along_axis(masked, lost[:, :, None], np.float32(attrs.masked_score), 1)
-        choice = masked.reshape(choice.shape)
-    out: Array = choice.astype(np.float32)
-    return out
+            merit = grouped.topk(2, 2).values.sum(2)
+        lost = merit.argsort(dim=1, descending=True, stable=True)[:, attrs.top_groups :]
+        masked = torch.zeros_like(merit, dtype=torch.bool).scatter_(1, lost, True)
+        choice = grouped.masked_fill(masked[:, :, None], attrs.masked_score).flatten(1)
+    return choice
 
 
 def frequency(chosen: Ids, experts: int) -> Array:

@@ -1,13 +1,14 @@
 """Batches for training and evaluation from a trace store: dense inputs, targets, gate scores.
 
 A pair is a MoE layer and the next one, by its index: pair i is (layers[i], layers[i + 1]). May
-import numpy, torch, pdscope.compiler.quantise and pdscope.compiler.phaseper.{calibrate,losses,
-metrics,nets,rivals,store}.
+import numpy, torch, pdscope.compiler.quantise and pdscope.compiler.phaseper.{losses,metrics,
+nets,rivals,store}.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdscope.compiler.phaseper import rivals
-from pdscope.compiler.phaseper.calibrate import probabilities
-from pdscope.compiler.phaseper.losses import SLOPE
+from pdscope.compiler.phaseper.losses import SLOPE, edge
 from pdscope.compiler.phaseper.metrics import Array, Ids, membership
 from pdscope.compiler.phaseper.nets import BLOCKS, PREVIOUS, PREVIOUS_NEXT
-from pdscope.compiler.phaseper.rivals import Gate, Tables
-from pdscope.compiler.phaseper.store import Store
+from pdscope.compiler.phaseper.rivals import Tables
+from pdscope.compiler.phaseper.store import Gate, Store
 from pdscope.compiler.quantise import to_float32
 
 CHUNK = 8192  # rows that are scored at a time
@@ -38,8 +38,8 @@ class Batch:
 
 
 class PhaseRows:
-    """The rows of one phase. On a GPU they are copied there; on a CPU they stay in the store's
-    files."""
+    """The rows of one phase. Training on a GPU takes what of them fits there, see `load`; on a CPU
+    the gate's inputs stay in the store's files."""
 
     def __init__(
         self,
@@ -61,16 +61,33 @@ class PhaseRows:
         self.train = np.flatnonzero(~split)
         self.validation = np.flatnonzero(split)
         self.pairs = range(len(self.layers) - 1)
-        self._a: list[Tensor] = []
-        if device.type != "cpu":
-            self._a = [_bf16(np.array(t.a)).to(device) for t in self._traces[:-1]]
-        self._soft: dict[int, NDArray[np.float16]] = {}
+        self._e = [_to(t.e, device) for t in self._traces]
+        self._w = [_to(t.w, device) for t in self._traces]
+        self._prev = [_to(t.prev, device) for t in self._traces]
+        self._a: dict[int, Tensor] = {}
+        self._soft: dict[int, Tensor] = {}
         # Powers of two: they fold into bf16 weights without rounding.
         self.scale = torch.ones(len(self.pairs), self.hidden + len(self.blocks) * self.experts)
         for pair in self.pairs:
             mean = float(self._traces[pair].w[self.train[:CHUNK]].mean()) if len(self.train) else 1
             routed = 2.0 ** round(-math.log2(max(mean, 1e-6)))
             self.scale[pair, self.hidden : self.hidden + self.experts] = routed
+
+    def load(self) -> None:
+        """Before training: the gate's inputs to the GPU, while two thirds of its memory last."""
+        if self.device.type != "cuda":
+            return
+        left = torch.cuda.mem_get_info(self.device)[0] * 2 // 3
+        for pair in self.pairs:
+            a = self._traces[pair].a
+            left -= a.nbytes
+            if left > 0:
+                self._a[pair] = _bf16(np.array(a)).to(self.device)
+
+    def release(self) -> None:
+        """Gives back what training took."""
+        self._a.clear()
+        self._soft.clear()
 
     def chosen(self, pair: int, rows: NDArray[np.int64]) -> Ids:
         """Experts that the next layer's gate chose [rows, top_k]."""
@@ -94,15 +111,21 @@ class PhaseRows:
 
     def inputs(self, pairs: Sequence[int], rows: NDArray[np.int64]) -> Tensor:
         """x of `batch` alone."""
-        made = {pair: self._inputs(pair, rows) for pair in sorted(set(pairs))}
+        where = torch.from_numpy(rows).to(self.device)
+        made = {pair: self._inputs(pair, rows, where) for pair in sorted(set(pairs))}
         return torch.stack([made[pair] for pair in pairs])
 
     def batch(self, pairs: Sequence[int], rows: NDArray[np.int64]) -> Batch:
         """`pairs[i]` is what net i predicts; a pair may occur more than once."""
-        truth = {p: membership(self.chosen(p, rows), self.experts) for p in sorted(set(pairs))}
-        y = torch.from_numpy(np.stack([truth[p] for p in pairs]))
-        q = torch.from_numpy(np.stack([self._soft_choice(p)[rows] for p in pairs]))
-        return Batch(self.inputs(pairs, rows), y.to(self.device).float(), q.to(self.device).float())
+        unique = sorted(set(pairs))
+        where = torch.from_numpy(rows).to(self.device)
+        truth = {p: self._dense(self._e[p + 1][where]) for p in unique}
+        soft = {p: self._soft_choice(p)[where].float() for p in unique}
+        return Batch(
+            self.inputs(pairs, rows),
+            torch.stack([truth[p] for p in pairs]),
+            torch.stack([soft[p] for p in pairs]),
+        )
 
     def frequency(self, pair: int) -> Array:
         """Share of the training rows that chose each of the next layer's experts [experts]."""
@@ -127,36 +150,51 @@ class PhaseRows:
             ),
         }
         if self.layers[pair + 1] in self.gates:
-            cross = self._choice(pair, self.a(pair, rows))
-            found = {rivals.CROSS_GATE: cross, **found}
+            cross = self._choice(pair, self._gate_inputs(pair, rows))
+            found = {rivals.CROSS_GATE: cross.cpu().numpy(), **found}
         return found
 
-    def _inputs(self, pair: int, rows: NDArray[np.int64]) -> Tensor:
-        if self._a:
-            a = self._a[pair][torch.from_numpy(rows).to(self.device)]
-        else:
-            a = _bf16(self._traces[pair].a[rows])
-        features = torch.from_numpy(self.features(pair, rows)) * self.scale[pair, self.hidden :]
-        return torch.cat([a.to(self.dtype), features.to(self.device, self.dtype)], 1)
+    def _inputs(self, pair: int, rows: NDArray[np.int64], where: Tensor) -> Tensor:
+        a = self._a[pair][where] if pair in self._a else self._gate_inputs(pair, rows)
+        routed = self._w[pair][where] * float(self.scale[pair, self.hidden])
+        parts = [a, self._dense(self._e[pair][where], routed)]
+        if PREVIOUS in self.blocks:
+            parts.append(self._dense(self._prev[pair][where]))
+        if PREVIOUS_NEXT in self.blocks:
+            parts.append(self._dense(self._prev[pair + 1][where]))
+        return torch.cat([p.to(self.dtype) for p in parts], 1)
 
-    def _choice(self, pair: int, a: Array) -> Array:
+    def _gate_inputs(self, pair: int, rows: NDArray[np.int64]) -> Tensor:
+        return _bf16(self._traces[pair].a[rows]).to(self.device)
+
+    def _dense(self, ids: Tensor, values: Tensor | None = None) -> Tensor:
+        """fp32 [rows, experts], `values` or 1 at the ids [rows, k]; negative ids are nobody."""
+        at = torch.where(ids < 0, self.experts, ids).long()
+        out = torch.zeros(len(ids), self.experts + 1, device=self.device)
+        if values is None:
+            return out.scatter_(1, at, 1.0)[:, : self.experts]
+        return out.scatter_(1, at, values)[:, : self.experts]
+
+    def _choice(self, pair: int, a: Tensor) -> Tensor:
         gate = self.gates[self.layers[pair + 1]]
         weight = torch.from_numpy(np.array(gate.weight, np.float32)).to(self.device)
-        logits = torch.from_numpy(a).to(self.device) @ weight.T
-        return rivals.choice_scores(gate.attrs, gate.bias, logits.cpu().numpy())
+        return rivals.choice_scores(gate, a.float() @ weight.T)
 
-    def _soft_choice(self, pair: int) -> NDArray[np.float16]:
-        """[rows, experts] of all rows; computed once."""
-        if pair in self._soft:
-            return self._soft[pair]
-        a = self._traces[pair + 1].a
-        out = np.empty((len(a), self.experts), np.float16)
-        for at in range(0, len(a), CHUNK):
-            choice = self._choice(pair, to_float32(a[at : at + CHUNK]))
-            score = np.log(np.maximum(choice, 1e-9))
-            out[at : at + CHUNK] = probabilities(score, self.top_k, 1 / SLOPE)
-        self._soft[pair] = out
-        return out
+    def _soft_choice(self, pair: int) -> Tensor:
+        """fp16 [rows, experts] of all rows; computed once."""
+        if pair not in self._soft:
+            a, parts = self._traces[pair + 1].a, []
+            for at in range(0, len(a), CHUNK):
+                choice = self._choice(pair, _bf16(np.array(a[at : at + CHUNK])).to(self.device))
+                score = choice.clamp(min=1e-9).log()
+                soft = torch.sigmoid(SLOPE * (score - edge(score, self.top_k)))
+                parts.append(soft.half())
+            self._soft[pair] = torch.cat(parts)
+        return self._soft[pair]
+
+
+def _to(array: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(array)).to(device)
 
 
 def _bf16(bits: NDArray[np.uint16]) -> Tensor:

@@ -1,9 +1,14 @@
-"""What training needs of a trace store; compiler/phaseper/traces.py is one. May import numpy."""
+"""What training starts from: a trace store (compiler/phaseper/traces.py is one) and the model's
+gates. May import numpy and pdscope.ir.graph.
+"""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pdscope.ir.graph import GateAttrs
 
 
 class Trace(Protocol):
@@ -43,3 +48,17 @@ class Store(Protocol):
     def layer(self, phase: str, layer: int) -> Trace: ...
     def split(self, phase: str) -> NDArray[np.bool_]:
         """[n], True: validation."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The gate of one MoE layer: fp32 weight [experts, hidden], bias [experts] of the choice."""
+
+    attrs: GateAttrs
+    weight: NDArray[np.float32]
+    bias: NDArray[np.float32] | None
+
+    def logits(self, a: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[n, experts] from the gate's input [n, hidden]."""
+        out: NDArray[np.float32] = a @ self.weight.T
+        return out

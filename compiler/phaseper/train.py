@@ -107,22 +107,6 @@ def candidates(rows: PhaseRows, group: str, options: TrainOptions) -> list[Candi
     return found
 
 
-def train_phase(
-    rows: PhaseRows,
-    groups: Sequence[str],
-    options: TrainOptions,
-    progress: Callable[[int], None] = lambda _: None,
-) -> list[Trained]:
-    """The best net of every pair of layers, in order. groups[i]: group of pair i's layer.
-
-    progress: receives rows trained on since its last call, over all nets.
-    """
-    slices = [list(rows.pairs[at : at + SLICE]) for at in range(0, len(rows.pairs), SLICE)]
-    if rows.device.type != "cpu":
-        slices = [list(rows.pairs)]
-    return [t for part in slices for t in train_slice(rows, part, groups, options, progress)]
-
-
 def train_phases(
     phases: Mapping[str, PhaseRows],
     groups: Sequence[str],
@@ -130,7 +114,12 @@ def train_phases(
     threads: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, list[Trained]]:
-    """train_phase of several phases; on a CPU their slices run on `threads` threads."""
+    """The best net of every phase and pair of layers, in order; on a CPU `threads` of their slices
+    train at a time.
+
+    groups[i]: group of pair i's layer. progress: receives rows trained on since its last call, over
+    all nets.
+    """
     work = [
         (phase, list(rows.pairs[at : at + SLICE]))
         for phase, rows in phases.items()
@@ -143,12 +132,16 @@ def train_phases(
 
     found: dict[str, list[Trained]] = {phase: [] for phase in phases}
     if any(rows.device.type != "cpu" for rows in phases.values()):
-        for phase, rows in phases.items():
-            found[phase] = train_phase(rows, groups, options, progress)
+        for phase, rows in phases.items():  # one after the other: memory
+            rows.load()
+            found[phase] = train_slice(rows, list(rows.pairs), groups, options, progress)
+            rows.release()
         return found
-    with _one_thread_each(), ThreadPoolExecutor(max(1, threads)) as pool:
+    with ThreadPoolExecutor(max(1, threads)) as pool:
         for (phase, _), trained in zip(work, pool.map(one, work), strict=True):
             found[phase] += trained
+    for rows in phases.values():
+        rows.release()
     return found
 
 
@@ -325,8 +318,9 @@ def _schedule(step: int, steps: int) -> float:
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Within the block every operation of torch runs on the thread that asked for it."""
+def one_thread_each() -> Iterator[None]:
+    """Within the block every operation of torch runs on the thread that asked for it: sums are
+    taken in one order, however many cores there are."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

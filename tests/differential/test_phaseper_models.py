@@ -56,6 +56,6 @@ def test_a_small_sample_beats_every_rival(plans: PlanStore, name: str) -> None:
         hit = [e["hit"] for e in entries]
         removed = 1 - (1 - np.mean(hit)) / (1 - np.mean(best))
         print(f"{name} {phase}: hit {np.mean(hit):.3f}, best rivals {np.mean(best):.3f}")
-        assert removed > 0.15
+        assert removed > 0.1
         assert all(h > b - 0.005 for h, b in zip(hit, best, strict=True))
         assert min(hit) > 0.8

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pdscope.compiler.phaseper.rivals import Gate
+from pdscope.compiler.phaseper.store import Gate
 from pdscope.compiler.quantise import to_bfloat16, to_float32
 from pdscope.ir.graph import GateAttrs
 from pdscope.ir.isa import NormSite, Opcode

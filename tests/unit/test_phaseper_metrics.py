@@ -8,12 +8,15 @@ sets".
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.traces import PlantedStore, softmax_attrs
 
 from pdscope.compiler.phaseper import calibrate, groups, metrics, rivals
+from pdscope.compiler.phaseper.store import Gate
 
 
 def test_hits_by_hand() -> None:
@@ -108,16 +111,20 @@ def test_previous_scores_fall_back_on_frequency() -> None:
 def test_choice_of_every_family() -> None:
     """Softmax keeps the logits' order; a bias changes sigmoid's choice; groups are cut by their
     best expert, or by the sum of their best two."""
-    logits = np.array([[2.0, -1.0, 1.5, 1.4]], np.float32)
-    plain = softmax_attrs(4, 2)
-    assert rivals.choice_scores(plain, None, logits).argsort().tolist() == [[1, 3, 2, 0]]
-    sigmoid = replace(plain, score="sigmoid")
-    bias = np.array([0, 5, 0, 0], np.float32)
-    assert rivals.choice_scores(sigmoid, bias, logits).argmax() == 1
-    grouped = replace(plain, groups=2, top_groups=1, group_score="max")
-    assert (rivals.choice_scores(grouped, None, logits)[0, 2:] == 0).all()
-    both = replace(sigmoid, groups=2, top_groups=1, group_score="top2", masked_score=-np.inf)
-    assert np.isneginf(rivals.choice_scores(both, None, logits)[0, :2]).all()
+    logits = torch.tensor([[2.0, -1.0, 1.5, 1.4]])
+
+    def choice(bias: list[float] | None = None, **changes: Any) -> Any:
+        attrs = replace(softmax_attrs(4, 2), **changes)
+        weight = np.zeros((4, 1), np.float32)
+        gate = Gate(attrs, weight, None if bias is None else np.array(bias, np.float32))
+        return rivals.choice_scores(gate, logits).numpy()
+
+    assert choice().argsort().tolist() == [[1, 3, 2, 0]]
+    assert choice([0, 5, 0, 0], score="sigmoid").argmax() == 1
+    grouped = choice(groups=2, top_groups=1, group_score="max")
+    assert (grouped[0, 2:] == 0).all() and (grouped[0, :2] > 0).all()
+    best_two = {"groups": 2, "top_groups": 1, "group_score": "top2", "masked_score": -np.inf}
+    assert np.isneginf(choice(score="sigmoid", **best_two)[0, :2]).all()
 
 
 def test_temperature_of_known_probabilities() -> None:
