@@ -29,6 +29,7 @@ from pdscope.errors import (
 from pdscope.plan import Plan
 
 PDS_ERR_CANCELLED = 400
+PDS_ERR_BUSY = 402
 
 # Names of PDS_PIN_*, PDS_WEIGHTS_* and PDS_CACHE_PREFETCH_* of pdscope.h, by value.
 PIN = ("auto", "on", "off")

@@ -1,0 +1,284 @@
+"""The online learner: fine-tunes the predictors to the text that an engine is given.
+
+It looks at what the engine's steps have kept of their last tokens, and where the nets of the input
+group (of the first predicted layers) miss too many experts, it trains the nets of that phase on
+these tokens, in one background thread of lowest priority. Steps never wait for it, and their
+results do not depend on it. May import numpy and
+pdscope.{errors,learner_nets,native,plan,predictors}.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+import numpy as np
+
+from pdscope.errors import PdscopeError
+from pdscope.learner_nets import Rows, Trained, error, loss
+from pdscope.native import PDS_ERR_BUSY, EngineHandle, ffi
+from pdscope.plan import Plan
+from pdscope.predictors import JSON, PHASES, Net
+
+KEPT = {"prefill": 128, "decode": 32}  # tokens a layer; PDS_LEARN_* of pdscope.h
+WINDOW = 16  # tokens that the error is a mean over
+THRESHOLD = 0.25  # share of the chosen experts that were not among the predicted ones
+HELD = 4  # every so-manieth token is for validation
+MOST_PATIENCE = 32
+INTERVAL = 0.1  # seconds between two looks
+
+Key = tuple[int, str]  # layer, phase
+
+
+class Source(Protocol):
+    """Where tokens come from and nets go to."""
+
+    def total(self, layer: int, phase: str) -> int:
+        """Tokens kept so far, those that others have replaced included."""
+
+    def read(self, layer: int, phase: str) -> tuple[Rows, int] | None:
+        """The last KEPT tokens and the total with them; None: a step is writing there now."""
+
+    def swap(self, layer: int, phase: str, net: Net) -> None:
+        """Steps predict with `net` from now on."""
+
+
+class _Phase:
+    """What is known of a phase."""
+
+    def __init__(self, watched: Iterable[int], kept: int) -> None:
+        self.windows: dict[int, deque[float]] = {layer: deque(maxlen=WINDOW) for layer in watched}
+        self.seen = dict.fromkeys(self.windows, 0)
+        self.kept = kept
+        self.quiet_until = 0  # no trigger before so many tokens
+        self.patience = 1
+        self.counts = {"triggers": 0, "swaps": 0, "rollbacks": 0}
+
+    def error(self) -> float | None:
+        """Mean over the watched layers; None: a window is not full."""
+        if not self.windows or any(len(w) < WINDOW for w in self.windows.values()):
+            return None
+        return float(np.mean([np.mean(w) for w in self.windows.values()]))
+
+    def triggered(self, tokens: int, useful: bool) -> None:
+        """Errors of the nets before do not count any more. The next trigger has new tokens to learn
+        from, and waits longer where learning did not help."""
+        for window in self.windows.values():
+            window.clear()
+        self.patience = 1 if useful else min(2 * self.patience, MOST_PATIENCE)
+        self.quiet_until = tokens + self.kept * self.patience
+
+
+class Learner:
+    """The learner without its thread."""
+
+    def __init__(
+        self,
+        nets: Mapping[Key, Net],
+        watched: Iterable[int],
+        source: Source,
+        threshold: float = THRESHOLD,
+    ) -> None:
+        """nets: those with hidden units, by layer and phase; watched: the layers whose errors
+        trigger, those of the input group."""
+        self._nets = dict(nets)
+        self._source, self._threshold = source, threshold
+        layers = sorted(set(watched))
+        self._phases = {
+            phase: _Phase([n for n in layers if (n, phase) in nets], KEPT[phase])
+            for phase in PHASES
+        }
+        self._watched = {
+            (layer, phase): Trained(self._nets[layer, phase])
+            for phase, state in self._phases.items()
+            for layer in state.windows
+        }
+        self._seconds = 0.0
+
+    def poll(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Looks at tokens that are new, and fine-tunes if that is called for."""
+        for phase, state in self._phases.items():
+            if stopped() or not self._look(phase, state):
+                continue
+            found, tokens = state.error(), max(state.seen.values())
+            if found is not None and found > self._threshold and tokens >= state.quiet_until:
+                began = time.perf_counter()
+                self._tune(phase, state, stopped)
+                self._seconds += time.perf_counter() - began
+                state.triggered(tokens, useful=self._useful)
+
+    def _look(self, phase: str, state: _Phase) -> bool:
+        """Adds the errors of new tokens to the windows. False: there is none."""
+        fresh = False
+        for layer, window in state.windows.items():
+            if self._source.total(layer, phase) == state.seen[layer]:
+                continue
+            found = self._source.read(layer, phase)
+            if found is None:
+                continue
+            rows, total = found
+            new = min(total - state.seen[layer], WINDOW, len(rows))
+            rows = rows.take(slice(len(rows) - new, None))
+            window.extend(error(self._watched[layer, phase].logits(rows), rows.target).tolist())
+            state.seen[layer] = total
+            fresh = True
+        return fresh
+
+    def _tune(self, phase: str, state: _Phase, stopped: Callable[[], bool]) -> None:
+        state.counts["triggers"] += 1
+        self._useful = False
+        for layer, of in list(self._nets):
+            if of != phase:
+                continue
+            net = self._tuned(layer, phase, stopped)
+            if stopped():
+                return
+            if net is None:
+                state.counts["rollbacks"] += 1
+                continue
+            self._source.swap(layer, phase, net)
+            self._nets[layer, phase] = net
+            if (layer, phase) in self._watched:
+                self._watched[layer, phase] = Trained(net)
+            state.counts["swaps"] += 1
+            self._useful = True
+
+    def _tuned(self, layer: int, phase: str, stopped: Callable[[], bool]) -> Net | None:
+        """The layer's net after fine-tuning; None where it would predict worse, or has no tokens.
+
+        It learns from the tokens of both phases and is judged by tokens of its own that it has not
+        learned from.
+        """
+        found = self._source.read(layer, phase)
+        if found is None or len(found[0]) < WINDOW:
+            return None
+        held = np.arange(len(found[0])) % HELD == HELD - 1
+        learn, judge = found[0].take(~held), found[0].take(held)
+        for other in PHASES:
+            more = self._source.read(layer, other) if other != phase else None
+            if more is not None:
+                learn = learn.join(more[0])
+        before, after = Trained(self._nets[layer, phase]), Trained(self._nets[layer, phase])
+        after.fit(learn, stopped)
+        net = after.rounded()
+        if _judged(Trained(net), judge) >= _judged(before, judge):
+            return None
+        return net
+
+    def report(self) -> dict[str, Any]:
+        """For each phase: triggers, swaps and rollbacks (both count nets), `window_error` (None
+        until WINDOW tokens have been seen), and `layer_errors` of the watched layers; `seconds` of
+        fine-tuning."""
+        made: dict[str, Any] = {"threshold": self._threshold}
+        for phase, state in self._phases.items():
+            now = state.error()
+            layers = {n: round(float(np.mean(w)), 4) for n, w in state.windows.items() if len(w)}
+            made[phase] = {
+                **state.counts,
+                "window_error": None if now is None else round(now, 4),
+                "layer_errors": layers,
+            }
+        return made | {"seconds": round(self._seconds, 3)}
+
+
+def _judged(net: Trained, rows: Rows) -> tuple[float, float]:
+    """Lower is better: the share of experts missed, then the loss. NaN: never better."""
+    logits = net.logits(rows)
+    if not np.isfinite(logits).all():
+        return np.inf, np.inf
+    return float(error(logits, rows.target).mean()), loss(logits, rows.target)
+
+
+class EngineSource:
+    """The tokens that an engine's steps keep; switches the keeping on."""
+
+    def __init__(self, handle: EngineHandle, plan: Plan, keys: Iterable[Key]) -> None:
+        """keys: the nets; tokens of both phases are kept for each layer. BudgetError: no memory."""
+        self._handle = handle
+        self._hidden, self._k = int(plan.model["hidden"]), int(plan.model["top_k"])
+        wanted = bytearray(int(plan.model["layers"]))
+        for layer, _ in keys:
+            wanted[layer] = 1
+        self._lib = handle.library.lib
+        given = ffi().from_buffer("uint8_t[]", wanted)
+        handle.library.check(self._lib.pds_engine_set_learner(handle.pointer, given))
+
+    def total(self, layer: int, phase: str) -> int:
+        asked = self._asked(layer, phase)
+        self._handle.library.check(self._lib.pds_engine_read_learned(self._handle.pointer, asked))
+        return int(asked.total)
+
+    def read(self, layer: int, phase: str) -> tuple[Rows, int] | None:
+        n, k = KEPT[phase], self._k
+        a = np.empty((n, self._hidden), np.uint16)
+        w = np.empty((n, k), np.float32)
+        ids = {name: np.empty((n, k), np.int32) for name in ("e", "prev", "prev_next", "target")}
+        asked = self._asked(layer, phase)
+        asked.a = ffi().from_buffer("uint16_t[]", a)
+        asked.w = ffi().from_buffer("float[]", w)
+        for name, array in ids.items():
+            setattr(asked, name, ffi().from_buffer("int32_t[]", array))
+        status = self._lib.pds_engine_read_learned(self._handle.pointer, asked)
+        if status == PDS_ERR_BUSY:
+            return None
+        self._handle.library.check(status)
+        x = (a.astype(np.uint32) << 16).view(np.float32)
+        return Rows(x, w, **ids).take(slice(0, int(asked.n))), int(asked.total)
+
+    def swap(self, layer: int, phase: str, net: Net) -> None:
+        net.set(self._handle, layer, phase)
+
+    def close(self) -> None:
+        """Steps keep nothing any more; the memory is freed."""
+        null = ffi().NULL
+        self._handle.library.check(self._lib.pds_engine_set_learner(self._handle.pointer, null))
+
+    @staticmethod
+    def _asked(layer: int, phase: str) -> Any:
+        return ffi().new("pds_learned *", {"layer": layer, "phase": PHASES.index(phase)})
+
+
+class LearnerThread:
+    """Runs a learner in the background until stop()."""
+
+    def __init__(self, learner: Learner, interval: float = INTERVAL) -> None:
+        self.learner = learner
+        self.fault: str | None = None  # what ended it
+        self._pid = os.getpid()
+        self._interval = interval
+        self._stop = threading.Event()
+        # A daemon: what stops it at exit runs after Python has waited for all others.
+        self._thread = threading.Thread(target=self._run, name="pdscope-learner", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        while not self._stop.wait(self._interval):
+            try:
+                self.learner.poll(self._stop.is_set)
+            except (PdscopeError, MemoryError) as error:
+                self.fault = str(error) or "out of memory"
+                return
+
+    def stop(self) -> None:
+        """Ends it, within a step of training; may be called again, and in a child process."""
+        self._stop.set()
+        # A garbage collection may call this in the thread itself.
+        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def input_layers(plan: Plan, keys: Iterable[Key]) -> list[int]:
+    """Of the layers that have a net: those of the input group, or the first where the model has no
+    such group."""
+    data = json.loads((plan.path / JSON).read_text(encoding="utf-8"))
+    groups = {entry["layer"]: entry.get("group") for entry in data["layers"]}
+    layers = sorted({layer for layer, _ in keys})
+    return [layer for layer in layers if groups.get(layer) == "input"] or layers[:1]
