@@ -15,8 +15,8 @@ from pdscope.predictors import Net, bf16_bits
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int32]
 
-STEPS = 24  # of one fine-tuning
-RATE = 0.01  # of the first step, for inputs of size 1; falls to 0 in a line
+STEPS = 16  # of one fine-tuning
+RATE = 0.008  # of the first step, for inputs of size 1; falls to 0 in a line
 _BETA1, _BETA2, _EPSILON = 0.9, 0.99, 1e-8
 _DOWN, _DEEP, _ACROSS = 64, 64, 64  # of one block of _product
 

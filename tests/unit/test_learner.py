@@ -52,18 +52,19 @@ def choose(scores: np.ndarray) -> np.ndarray:
 
 
 class Domain:
-    """Text in which each layer's next experts follow from its gate's input by a matrix of the
-    domain's own."""
+    """Text whose gate inputs lie in a few directions around a centre, both of its own; the next
+    experts follow from them by one rule for all text, of which a net knows what it has seen."""
+
+    MATRIX = np.float32(np.random.default_rng(99).normal(size=(HIDDEN, EXPERTS)))
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self.matrix = np.float32(rng.normal(size=(HIDDEN, EXPERTS)))
+        self.directions = np.float32(rng.normal(size=(4, HIDDEN)))
         self.centre = np.float32(rng.normal(size=HIDDEN))
 
     def rows(self, n: int, rng: np.random.Generator) -> Rows:
-        # Tokens of a domain are alike: few directions around a centre.
-        a = self.centre + 0.3 * np.float32(rng.normal(size=(n, HIDDEN)))
-        target = choose(a @ self.matrix)
+        a = self.centre + np.float32(rng.normal(size=(n, len(self.directions)))) @ self.directions
+        target = choose(a @ self.MATRIX)
         e = choose(np.float32(rng.normal(size=(n, EXPERTS))))
         before = np.concatenate([np.full((1, K), -1, np.int32), target[:-1]])
         prev = np.concatenate([np.full((1, K), -1, np.int32), e[:-1]])
@@ -100,7 +101,7 @@ class Fed:
 def fitted(phase: str, deep: bool, domain: Domain, rng: np.random.Generator) -> Net:
     """A net that knows a domain."""
     net = Trained(random_net(phase, deep, rng))
-    for _ in range(12):
+    for _ in range(20):
         net.fit(domain.rows(512, rng))
     return net.rounded()
 
