@@ -1,29 +1,20 @@
 """The online learner: fine-tunes the predictors to the text that an engine is given.
 
 It looks at what the engine's steps have kept of their last tokens, and where the nets of the input
-group (of the first predicted layers) miss too many experts, it trains the nets of that phase on
-these tokens, in one background thread of lowest priority. Steps never wait for it, and their
-results do not depend on it. May import numpy and
-pdscope.{errors,learner_nets,native,plan,predictors}.
+group miss too many experts, it fine-tunes the nets of that phase on these tokens.
+learner_thread.py runs it beside an engine. May import numpy and
+pdscope.{learner_nets,predictors}.
 """
 
-import json
-import os
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 
-from pdscope.errors import PdscopeError
 from pdscope.learner_nets import Rows, Trained, error, loss
-from pdscope.native import PDS_ERR_BUSY, EngineHandle, ffi
-from pdscope.plan import Plan
-from pdscope.predictors import JSON, PHASES, Net
+from pdscope.predictors import PHASES, Net
 
 KEPT = {"prefill": 128, "decode": 32}  # tokens a layer; PDS_LEARN_* of pdscope.h
 WINDOW = 16  # tokens that the error is a mean over
@@ -192,93 +183,3 @@ def _judged(net: Trained, rows: Rows) -> tuple[float, float]:
     if not np.isfinite(logits).all():
         return np.inf, np.inf
     return float(error(logits, rows.target).mean()), loss(logits, rows.target)
-
-
-class EngineSource:
-    """The tokens that an engine's steps keep; switches the keeping on."""
-
-    def __init__(self, handle: EngineHandle, plan: Plan, keys: Iterable[Key]) -> None:
-        """keys: the nets; tokens of both phases are kept for each layer. BudgetError: no memory."""
-        self._handle = handle
-        self._hidden, self._k = int(plan.model["hidden"]), int(plan.model["top_k"])
-        wanted = bytearray(int(plan.model["layers"]))
-        for layer, _ in keys:
-            wanted[layer] = 1
-        self._lib = handle.library.lib
-        given = ffi().from_buffer("uint8_t[]", wanted)
-        handle.library.check(self._lib.pds_engine_set_learner(handle.pointer, given))
-
-    def total(self, layer: int, phase: str) -> int:
-        asked = self._asked(layer, phase)
-        self._handle.library.check(self._lib.pds_engine_read_learned(self._handle.pointer, asked))
-        return int(asked.total)
-
-    def read(self, layer: int, phase: str) -> tuple[Rows, int] | None:
-        n, k = KEPT[phase], self._k
-        a = np.empty((n, self._hidden), np.uint16)
-        w = np.empty((n, k), np.float32)
-        ids = {name: np.empty((n, k), np.int32) for name in ("e", "prev", "prev_next", "target")}
-        asked = self._asked(layer, phase)
-        asked.a = ffi().from_buffer("uint16_t[]", a)
-        asked.w = ffi().from_buffer("float[]", w)
-        for name, array in ids.items():
-            setattr(asked, name, ffi().from_buffer("int32_t[]", array))
-        status = self._lib.pds_engine_read_learned(self._handle.pointer, asked)
-        if status == PDS_ERR_BUSY:
-            return None
-        self._handle.library.check(status)
-        x = (a.astype(np.uint32) << 16).view(np.float32)
-        return Rows(x, w, **ids).take(slice(0, int(asked.n))), int(asked.total)
-
-    def swap(self, layer: int, phase: str, net: Net) -> None:
-        net.set(self._handle, layer, phase)
-
-    def close(self) -> None:
-        """Steps keep nothing any more; the memory is freed."""
-        null = ffi().NULL
-        self._handle.library.check(self._lib.pds_engine_set_learner(self._handle.pointer, null))
-
-    @staticmethod
-    def _asked(layer: int, phase: str) -> Any:
-        return ffi().new("pds_learned *", {"layer": layer, "phase": PHASES.index(phase)})
-
-
-class LearnerThread:
-    """Runs a learner in the background until stop()."""
-
-    def __init__(self, learner: Learner, interval: float = INTERVAL) -> None:
-        self.learner = learner
-        self.fault: str | None = None  # what ended it
-        self._pid = os.getpid()
-        self._interval = interval
-        self._stop = threading.Event()
-        # A daemon: what stops it at exit runs after Python has waited for all others.
-        self._thread = threading.Thread(target=self._run, name="pdscope-learner", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        while not self._stop.wait(self._interval):
-            try:
-                self.learner.poll(self._stop.is_set)
-            except (PdscopeError, MemoryError) as error:
-                self.fault = str(error) or "out of memory"
-                return
-
-    def stop(self) -> None:
-        """Ends it, within a step of training; may be called again, and in a child process."""
-        self._stop.set()
-        # A garbage collection may call this in the thread itself.
-        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
-            self._thread.join()
-
-
-def input_layers(plan: Plan, keys: Iterable[Key]) -> list[int]:
-    """Of the layers that have a net: those of the input group, or the first where the model has no
-    such group."""
-    data = json.loads((plan.path / JSON).read_text(encoding="utf-8"))
-    groups = {entry["layer"]: entry.get("group") for entry in data["layers"]}
-    layers = sorted({layer for layer, _ in keys})
-    return [layer for layer in layers if groups.get(layer) == "input"] or layers[:1]

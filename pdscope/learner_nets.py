@@ -48,7 +48,7 @@ def error(logits: Floats, target: Ids) -> Floats:
     k = target.shape[1]
     best = np.argsort(-logits, axis=1, kind="stable")[:, :k]  # as the engine breaks ties
     hits = (best[:, :, None] == target[:, None, :]).any(axis=2).sum(axis=1)
-    return np.float32(1 - hits / k)
+    return np.asarray(1 - hits / k, np.float32)
 
 
 def loss(logits: Floats, target: Ids) -> float:
@@ -170,7 +170,8 @@ def _one_hot(ids: Ids, weight: Floats | None, experts: int) -> Floats:
 
 
 def _sigmoid(x: Floats) -> Floats:
-    return np.float32(0.5) * (np.tanh(np.float32(0.5) * x) + 1)
+    made: Floats = np.float32(0.5) * (np.tanh(np.float32(0.5) * x) + 1)
+    return made
 
 
 def _silu_slope(x: Floats, sigmoid: Floats) -> Floats:
@@ -181,7 +182,9 @@ def _product(a: Floats, b: Floats) -> Floats:
     """a [m, k] times b [k, n], in blocks: BLAS would split a larger product over all cores, which
     belong to the running step."""
     (m, k), n = a.shape, b.shape[1]
-    down, deep, across = (-(-size // block) for size, block in ((m, _DOWN), (k, _DEEP), (n, _ACROSS)))
+    down, deep, across = (
+        -(-size // block) for size, block in ((m, _DOWN), (k, _DEEP), (n, _ACROSS))
+    )
     left = np.zeros((down * _DOWN, deep * _DEEP), np.float32)
     left[:m, :k] = a
     right = np.zeros((deep * _DEEP, across * _ACROSS), np.float32)

@@ -36,6 +36,7 @@ PIN = ("auto", "on", "off")
 WEIGHTS = ("auto", "mmap", "copy")
 CACHE_PREFETCH = ("auto", "on", "off")
 PREDICTOR = ("auto", "off")
+LEARNER = ("auto", "on", "off")
 
 # By cause; see the enum in pdscope.h. A code that is not here is a plain PdscopeError.
 _ERRORS: dict[int, type[PdscopeError]] = {

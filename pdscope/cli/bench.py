@@ -116,6 +116,7 @@ def main(
     weights: str | None,
     cache_prefetch: str | None,
     predictor: str,
+    learner: str,
     as_json: bool,
 ) -> None:
     """Measure the speed of a plan in tokens a second, or its perplexity on a text.
@@ -163,6 +164,7 @@ def main(
         weights=weights,
         cache_prefetch=cache_prefetch,
         predictor=predictor,
+        learner=learner,
     ) as engine:
         results = [_measure(engine, kind, n, repetitions, not no_warmup) for kind, n in tests]
         report = [_report(engine, result) for result in results]
@@ -261,6 +263,7 @@ def _report(engine: "Engine", result: Result) -> dict[str, Any]:
         "placement": engine.info.placement(),
         "cache_prefetch": engine.cache_prefetch(),
         "predictor": engine.predictor(),
+        "learner": engine.learner(),
         "plan_hash": engine.plan.plan_hash,
     }
 
