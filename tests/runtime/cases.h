@@ -4,6 +4,7 @@
   X(base)                                                                                          \
   X(pool)                                                                                          \
   X(llc)                                                                                           \
+  X(learn)                                                                                         \
   X(kv)                                                                                            \
   X(sample)                                                                                        \
   X(weights)                                                                                       \

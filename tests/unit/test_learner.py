@@ -20,8 +20,9 @@ from torch.nn import functional
 from pdscope import learner as learner_module
 from pdscope.compiler.phaseper.nets import BLOCKS, NetShape, reference
 from pdscope.errors import PdscopeError
-from pdscope.learner import KEPT, Key, Learner, LearnerThread
+from pdscope.learner import KEPT, Key, Learner
 from pdscope.learner_nets import Rows, Trained, error, loss
+from pdscope.learner_thread import LearnerThread
 from pdscope.predictors import PHASES, Net, bf16_bits
 
 HIDDEN, EXPERTS, K = 64, 16, 2
