@@ -155,11 +155,11 @@ class Learner:
             if more is not None:
                 learn = learn.join(more[0])
         before, after = Trained(self._nets[layer, phase]), Trained(self._nets[layer, phase])
-        after.fit(learn, stopped)
-        net = after.rounded()
-        if _judged(Trained(net), judge) >= _judged(before, judge):
-            return None
-        return net
+        with np.errstate(all="ignore"):  # what becomes of it is judged
+            after.fit(learn, stopped)
+            net = after.rounded()
+            worse = _judged(Trained(net), judge) >= _judged(before, judge)
+        return None if worse else net
 
     def report(self) -> dict[str, Any]:
         """For each phase: triggers, swaps and rollbacks (both count nets), `window_error` (None

@@ -80,6 +80,7 @@ class Fed:
         self.kept: dict[Key, Rows] = {}
         self.totals: dict[Key, int] = {}
         self.swapped: list[Key] = []
+        self.nets: dict[Key, Net] = {}
 
     def feed(self, layer: int, phase: str, rows: Rows) -> None:
         old = self.kept.get((layer, phase))
@@ -97,6 +98,7 @@ class Fed:
 
     def swap(self, layer: int, phase: str, net: Net) -> None:
         self.swapped.append((layer, phase))
+        self.nets[layer, phase] = net
 
 
 def fitted(phase: str, deep: bool, domain: Domain, rng: np.random.Generator) -> Net:
@@ -177,7 +179,8 @@ _REST = ("w", "e", "prev", "prev_next", "target")
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_domain_shift_triggers_and_is_learned(deep: bool) -> None:
-    """Quiet at home; behind the shift each phase falls below the threshold within 10 triggers."""
+    """Quiet at home; behind the shift each phase falls below the threshold within 10 triggers, on
+    tokens that nothing has learned from. A window of 16 tokens by itself is a noisy figure."""
     rng = np.random.default_rng(1)
     home, away = Domain(1), Domain(2)
     nets = {(0, phase): fitted(phase, deep, home, rng) for phase in PHASES}
@@ -194,16 +197,19 @@ def test_domain_shift_triggers_and_is_learned(deep: bool) -> None:
     report = learner.report()
     assert all(report[phase]["triggers"] == 0 for phase in PHASES), report
     assert all(report[phase]["window_error"] < 0.25 for phase in PHASES), report
-    feed(away, 60)
+    test = away.rows(2000, rng)
+
+    def miss(net: Net) -> float:
+        return float(error(Trained(net).logits(test), test.target).mean())
+
+    assert all(miss(net) > 0.25 for net in nets.values())
+    feed(away, 90)
     report = learner.report()
+    assert report["seconds"] > 0
     for phase in PHASES:
         assert 1 <= report[phase]["triggers"] <= 10, report
         assert report[phase]["swaps"] >= 1
-        assert report[phase]["window_error"] < 0.25, report
-    feed(away, 30)  # and no further ones
-    settled = learner.report()
-    assert all(settled[p]["triggers"] <= 10 for p in PHASES), settled
-    assert settled["seconds"] > 0
+        assert miss(source.nets[0, phase]) < 0.2, report
 
 
 def noise(rng: np.random.Generator, n: int) -> Rows:
