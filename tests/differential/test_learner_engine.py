@@ -317,6 +317,6 @@ def test_command_reports_it(plan: Path) -> None:
     command += ["--max-new-tokens", "4", "--threads", "1", "--learner", "on"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
     assert done.returncode == 0, done.stderr
-    about = json.loads(done.stdout.splitlines()[-1])["learner"]
+    about = json.loads(done.stdout)["learner"]
     assert about["asked"] == "on" and about["state"] == "on"
     assert about["decode"]["triggers"] >= 0
