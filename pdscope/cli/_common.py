@@ -74,9 +74,9 @@ def _of_system(error: OSError) -> str:
     what = error.filename
     reason = error.strerror or str(error)
     full = disk_fault(error, f"{reason}; free some space, or write to another file or disk")
-    # Unbuffered output keeps nothing to try again; of the writers, it alone names no file.
-    unbuffered = full and getattr(sys.stdout, "write_through", False)
-    if what is None and (unbuffered or _output_is_stuck()):
+    # Of the writers, standard output alone names no file. Where its buffer is off or too small for
+    # what was written, it keeps nothing to try again.
+    if what is None and (full or _output_is_stuck()):
         what = "standard output"
         _drop_output()
     if full:

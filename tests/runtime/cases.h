@@ -5,6 +5,7 @@
   X(pool)                                                                                          \
   X(llc)                                                                                           \
   X(learn)                                                                                         \
+  X(nets)                                                                                          \
   X(kv)                                                                                            \
   X(sample)                                                                                        \
   X(weights)                                                                                       \

@@ -81,6 +81,18 @@ def test_json_says_where_threads_and_weights_are(invoke: Invoke, plan: str) -> N
         assert said["placement"]["threads"] == said["threads"]
 
 
+def test_json_says_which_predictors_serve(invoke: Invoke, plan: str) -> None:
+    def said(*options: str) -> dict[str, Any]:
+        done = invoke(run.main, plan, "-p", "C", "-n", "1", "--json", *options)
+        return dict(json.loads(done.out)["predictor"])
+
+    report = said()
+    assert (report["asked"], report["state"]) == ("auto", "off")
+    assert report["bytes"] == 0 and report["chosen"] == {} and report["why"]
+    assert said("--predictor", "off")["why"] == "asked for"
+    assert invoke(run.main, plan, "-p", "C", "--predictor", "on").status == 2
+
+
 def test_json_says_what_cache_prefetch_does(
     invoke: Invoke, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
