@@ -1,7 +1,7 @@
 """One loaded plan: its library, weights and workers, and the sessions on it.
 
-May import pdscope.{arguments,config,errors,generation,learner_thread,native,plan,predictors,
-session,tokens}; never torch, transformers or the compiler.
+May import pdscope.{arguments,config,errors,generation,learner,learner_thread,native,plan,
+predictors,session,tokens}; never torch, transformers or the compiler.
 """
 
 import os
@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pdscope import config
-from pdscope.arguments import flag, index, path, text
+from pdscope.arguments import flag, index, path, share, text
 from pdscope.errors import InputError, PdscopeError, PlanError
 from pdscope.generation import Completion, Stream
+from pdscope.learner import THRESHOLD
 from pdscope.learner_thread import EngineLearner
 from pdscope.native import CACHE_PREFETCH, LEARNER, PIN, PREDICTOR, WEIGHTS, EngineHandle, ffi
 from pdscope.plan import Plan
@@ -37,6 +38,7 @@ def load(
     cache_prefetch: str | None = None,
     predictor: str = "auto",
     learner: str = "auto",
+    learner_threshold: float = THRESHOLD,
     verify: bool = False,
 ) -> "Engine":
     """Loads a plan directory for running.
@@ -60,6 +62,8 @@ def load(
     learner: "on": a background thread of lowest priority fine-tunes the predictors' nets to the
     text while their error is high (Engine.learner); "off"; "auto": on where nets predict and there
     is a core that no worker has. Same results either way.
+    learner_threshold: the error from which on it does, the share of the next layer's experts that
+    were not predicted, 0 to 1.
     verify: check every file's SHA-256 first.
     Raises PlanError (missing, cut short, edited, other version) or TargetError (this CPU cannot run
     it), InputError for an option of another type or out of range.
@@ -78,6 +82,7 @@ def load(
         cache_prefetch=cache_prefetch,
         predictor=predictor,
         learner=learner,
+        learner_threshold=learner_threshold,
     )
 
 
@@ -150,6 +155,7 @@ class Engine:
         cache_prefetch: str | None = None,
         predictor: str = "auto",
         learner: str = "auto",
+        learner_threshold: float = THRESHOLD,
     ) -> None:
         threads = index("threads", threads)
         if isa is not None and "\0" in text("isa", isa):
@@ -157,7 +163,9 @@ class Engine:
         if not 0 <= threads <= 1024:
             raise InputError(f"threads is {threads}, expected 0 (one per core) to 1024")
         self._asked_predictor = _choice("predictor", predictor, PREDICTOR)
-        self._learner = EngineLearner(_choice("learner", learner, LEARNER))
+        self._learner = EngineLearner(
+            _choice("learner", learner, LEARNER), share("learner_threshold", learner_threshold)
+        )
         plan.check_machine()
         self.plan = plan
         self._lock = threading.Lock()

@@ -76,7 +76,7 @@ class Learner:
         threshold: float = THRESHOLD,
     ) -> None:
         """nets: those with hidden units, by layer and phase; watched: the layers whose errors
-        trigger, those of the input group."""
+        trigger, those of the input group; threshold: their error above which it trains."""
         self._nets = dict(nets)
         self._source, self._threshold = source, threshold
         layers = sorted(set(watched))

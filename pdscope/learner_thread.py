@@ -116,9 +116,9 @@ def input_layers(plan: Plan, keys: Iterable[Key]) -> list[int]:
 class EngineLearner:
     """The learner of one engine: on or off, and why."""
 
-    def __init__(self, asked: str) -> None:
-        """asked: auto, on or off."""
-        self.asked = asked
+    def __init__(self, asked: str, threshold: float) -> None:
+        """asked: auto, on or off; threshold: see Learner."""
+        self.asked, self._threshold = asked, threshold
         self._why = "asked for"
         self._source: EngineSource | None = None
         self.thread: LearnerThread | None = None
@@ -143,7 +143,7 @@ class EngineLearner:
 
     def _begin(self, handle: EngineHandle, plan: Plan, nets: Mapping[Key, Net]) -> None:
         self._source = EngineSource(handle, plan, nets)
-        learner = Learner(nets, input_layers(plan, nets), self._source)
+        learner = Learner(nets, input_layers(plan, nets), self._source, self._threshold)
         self.thread = LearnerThread(learner)
 
     def close(self) -> None:

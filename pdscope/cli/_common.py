@@ -168,6 +168,12 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 help="Fine-tune predictors to the text in a background thread. auto: where nets "
                 "predict and a core is free.",
             ),
+            click.option(
+                "--learner-threshold",
+                type=click.FloatRange(0, 1),
+                default=0.25,
+                help="Fine-tune while more than this share of experts is not predicted.",
+            ),
         )
     ):
         function = option(function)

@@ -117,6 +117,7 @@ def main(
     cache_prefetch: str | None,
     predictor: str,
     learner: str,
+    learner_threshold: float,
     as_json: bool,
 ) -> None:
     """Measure the speed of a plan in tokens a second, or its perplexity on a text.
@@ -165,6 +166,7 @@ def main(
         cache_prefetch=cache_prefetch,
         predictor=predictor,
         learner=learner,
+        learner_threshold=learner_threshold,
     ) as engine:
         results = [_measure(engine, kind, n, repetitions, not no_warmup) for kind, n in tests]
         report = [_report(engine, result) for result in results]

@@ -114,6 +114,7 @@ def main(
     cache_prefetch: str | None,
     predictor: str,
     learner: str,
+    learner_threshold: float,
     trace_file: Path | None,
     verify: bool,
     **options: Any,
@@ -160,6 +161,7 @@ def main(
         cache_prefetch=cache_prefetch,
         predictor=predictor,
         learner=learner,
+        learner_threshold=learner_threshold,
         verify=verify,
     )
     load_seconds = time.perf_counter() - begin

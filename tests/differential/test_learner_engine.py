@@ -244,6 +244,8 @@ def test_on_where_a_core_is_free(plan: Path) -> None:
         assert engine.learner()["state"] == "off"
     with pytest.raises(InputError, match="learner is 'maybe', expected auto, on, off"):
         pdscope.load(plan, learner="maybe")
+    with pytest.raises(InputError, match="learner_threshold is 25, expected a number from 0 to 1"):
+        pdscope.load(plan, learner_threshold=25)
     assert threads_named() == 0
 
 
@@ -315,8 +317,9 @@ def test_interpreter_ends_without_close(plan: Path) -> None:
 def test_command_reports_it(plan: Path) -> None:
     command = [sys.executable, "-m", "pdscope.cli.run", str(plan), "--prompt", "hello", "--json"]
     command += ["--max-new-tokens", "4", "--threads", "1", "--learner", "on"]
+    command += ["--learner-threshold", "0.5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
     assert done.returncode == 0, done.stderr
     about = json.loads(done.stdout)["learner"]
     assert about["asked"] == "on" and about["state"] == "on"
-    assert about["decode"]["triggers"] >= 0
+    assert about["threshold"] == 0.5 and about["decode"]["triggers"] >= 0
