@@ -19,11 +19,15 @@ from pdscope.predictors import PHASES, Net
 KEPT = {"prefill": 128, "decode": 32}  # tokens a layer; PDS_LEARN_* of pdscope.h
 WINDOW = 16  # tokens that the error is a mean over
 THRESHOLD = 0.25  # share of the chosen experts that were not among the predicted ones
-HELD = 4  # every so-manieth token is for validation
+HELD = 4  # the newest of so many tokens is for validation
+ANCHOR = 256  # tokens of earlier validations that validate again
 MOST_PATIENCE = 32
 INTERVAL = 0.1  # seconds between two looks
 
 Key = tuple[int, str]  # layer, phase
+_NO_IDS = np.empty((0, 0), np.int32)
+_NO_FLOATS = np.empty((0, 0), np.float32)
+NOTHING = Rows(_NO_FLOATS, _NO_FLOATS, _NO_IDS, _NO_IDS, _NO_IDS, _NO_IDS)
 
 
 class Source(Protocol):
@@ -89,6 +93,7 @@ class Learner:
             for phase, state in self._phases.items()
             for layer in state.windows
         }
+        self._anchors: dict[Key, Rows] = {}
         self._seconds = 0.0
 
     def poll(self, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -142,24 +147,37 @@ class Learner:
     def _tuned(self, layer: int, phase: str, stopped: Callable[[], bool]) -> Net | None:
         """The layer's net after fine-tuning; None where it would predict worse, or has no tokens.
 
-        It learns from the tokens of both phases and is judged by tokens of its own that it has not
-        learned from.
+        It learns from the older tokens of both phases, and is judged by the newest ones and by
+        those that judged before: few tokens are a noisy judge, and what fits one moment alone
+        would be worse at the next.
         """
-        found = self._source.read(layer, phase)
-        if found is None or len(found[0]) < WINDOW:
+        learn, judge = self._halves(layer, phase)
+        if len(learn) < WINDOW:
             return None
-        held = np.arange(len(found[0])) % HELD == HELD - 1
-        learn, judge = found[0].take(~held), found[0].take(held)
-        for other in PHASES:
-            more = self._source.read(layer, other) if other != phase else None
-            if more is not None:
-                learn = learn.join(more[0])
+        older = self._anchors.get((layer, phase))
+        self._anchors[layer, phase] = _last(judge if older is None else older.join(judge), ANCHOR)
+        if older is not None:
+            judge = older.join(judge)
         before, after = Trained(self._nets[layer, phase]), Trained(self._nets[layer, phase])
         with np.errstate(all="ignore"):  # what becomes of it is judged
             after.fit(learn, stopped)
             net = after.rounded()
-            worse = _judged(Trained(net), judge) >= _judged(before, judge)
-        return None if worse else net
+            return net if _better(Trained(net), before, judge) else None
+
+    def _halves(self, layer: int, phase: str) -> tuple[Rows, Rows]:
+        """Tokens to learn from, and tokens to judge by: of each phase the newest ones."""
+        learn, judge = None, None
+        for each in (phase, *(p for p in PHASES if p != phase)):
+            found = self._source.read(layer, each)
+            if found is None:
+                continue
+            n = len(found[0]) - len(found[0]) // HELD
+            parts = found[0].take(slice(0, n)), found[0].take(slice(n, None))
+            learn = parts[0] if learn is None else learn.join(parts[0])
+            judge = parts[1] if judge is None else judge.join(parts[1])
+        if learn is None or judge is None:
+            return NOTHING, NOTHING
+        return learn, judge
 
     def report(self) -> dict[str, Any]:
         """For each phase: triggers, swaps and rollbacks (both count nets), `window_error` (None
@@ -177,9 +195,12 @@ class Learner:
         return made | {"seconds": round(self._seconds, 3)}
 
 
-def _judged(net: Trained, rows: Rows) -> tuple[float, float]:
-    """Lower is better: the share of experts missed, then the loss. NaN: never better."""
-    logits = net.logits(rows)
-    if not np.isfinite(logits).all():
-        return np.inf, np.inf
-    return float(error(logits, rows.target).mean()), loss(logits, rows.target)
+def _last(rows: Rows, n: int) -> Rows:
+    return rows.take(slice(max(0, len(rows) - n), None))
+
+
+def _better(net: Trained, before: Trained, rows: Rows) -> bool:
+    """It misses no more experts, and has a lower loss. NaN: no."""
+    new, old = net.logits(rows), before.logits(rows)
+    fewer = error(new, rows.target).mean() <= error(old, rows.target).mean()
+    return bool(fewer and loss(new, rows.target) < loss(old, rows.target))

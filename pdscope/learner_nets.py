@@ -16,7 +16,8 @@ Floats = NDArray[np.float32]
 Ids = NDArray[np.int32]
 
 STEPS = 16  # of one fine-tuning
-RATE = 0.008  # of the first step, for inputs of size 1; falls to 0 in a line
+RATE = 0.03  # of the first step, by the size of the tensor; falls to 0 in a line
+LEAST_SIZE = 0.01
 _BETA1, _BETA2, _EPSILON = 0.9, 0.99, 1e-8
 _DOWN, _DEEP, _ACROSS = 64, 64, 64  # of one block of _product
 
@@ -140,8 +141,8 @@ class Trained:
     def fit(self, rows: Rows, stopped: Callable[[], bool] = lambda: False) -> None:
         """STEPS steps of Adam on all the rows at once; ends early once `stopped`."""
         sparse, wanted = self.sparse(rows), _one_hot(rows.target, None, self.net.experts)
-        # Steps of the same effect whatever the inputs' scale.
-        size = np.float32(max(np.sqrt(np.mean(np.square(rows.a))), 1e-6))
+        # Steps of the same effect whatever the scale of inputs and weights.
+        sizes = {n: max(_size(t), LEAST_SIZE) for n, t in self.t.items()}
         first = {name: np.zeros_like(t) for name, t in self.t.items()}
         second = {name: np.zeros_like(t) for name, t in self.t.items()}
         for step in range(1, STEPS + 1):
@@ -152,8 +153,13 @@ class Trained:
                 m, v = first[name], second[name]
                 m += (1 - _BETA1) * (slope - m)
                 v += (1 - _BETA2) * (np.square(slope) - v)
-                scale = rate / size if name == "first" else rate
-                self.t[name] -= np.float32(scale) * m / (np.sqrt(v) + np.float32(_EPSILON))
+                self.t[name] -= (
+                    np.float32(rate * sizes[name]) * m / (np.sqrt(v) + np.float32(_EPSILON))
+                )
+
+
+def _size(x: Floats) -> float:
+    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
 
 
 def _floats(bits: NDArray[np.uint16]) -> Floats:
