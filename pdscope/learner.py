@@ -20,6 +20,7 @@ KEPT = {"prefill": 128, "decode": 32}  # tokens a layer; PDS_LEARN_* of pdscope.
 WINDOW = 16  # tokens that the error is a mean over
 THRESHOLD = 0.25  # share of the chosen experts that were not among the predicted ones
 HELD = 4  # the newest of so many tokens is for validation
+GAIN = 0.02  # share of the loss that a swap must be worth
 ANCHOR = 256  # tokens of earlier validations that validate again
 MOST_PATIENCE = 32
 INTERVAL = 0.1  # seconds between two looks
@@ -200,7 +201,7 @@ def _last(rows: Rows, n: int) -> Rows:
 
 
 def _better(net: Trained, before: Trained, rows: Rows) -> bool:
-    """It misses no more experts, and has a lower loss. NaN: no."""
+    """It misses no more experts, and its loss is lower by GAIN. NaN: no."""
     new, old = net.logits(rows), before.logits(rows)
     fewer = error(new, rows.target).mean() <= error(old, rows.target).mean()
-    return bool(fewer and loss(new, rows.target) < loss(old, rows.target))
+    return bool(fewer and loss(new, rows.target) < (1 - GAIN) * loss(old, rows.target))
