@@ -105,9 +105,9 @@ class Learner:
             found, tokens = state.error(), max(state.seen.values())
             if found is not None and found > self._threshold and tokens >= state.quiet_until:
                 began = time.perf_counter()
-                self._tune(phase, state, stopped)
+                useful = self._tune(phase, state, stopped)
                 self._seconds += time.perf_counter() - began
-                state.triggered(tokens, useful=self._useful)
+                state.triggered(tokens, useful)
 
     def _look(self, phase: str, state: _Phase) -> bool:
         """Adds the errors of new tokens to the windows. False: there is none."""
@@ -126,15 +126,16 @@ class Learner:
             fresh = True
         return fresh
 
-    def _tune(self, phase: str, state: _Phase, stopped: Callable[[], bool]) -> None:
+    def _tune(self, phase: str, state: _Phase, stopped: Callable[[], bool]) -> bool:
+        """One layer after the other. True: a net was replaced."""
         state.counts["triggers"] += 1
-        self._useful = False
+        useful = False
         for layer, of in list(self._nets):
             if of != phase:
                 continue
             net = self._tuned(layer, phase, stopped)
             if stopped():
-                return
+                break
             if net is None:
                 state.counts["rollbacks"] += 1
                 continue
@@ -143,7 +144,8 @@ class Learner:
             if (layer, phase) in self._watched:
                 self._watched[layer, phase] = Trained(net)
             state.counts["swaps"] += 1
-            self._useful = True
+            useful = True
+        return useful
 
     def _tuned(self, layer: int, phase: str, stopped: Callable[[], bool]) -> Net | None:
         """The layer's net after fine-tuning; None where it would predict worse, or has no tokens.
