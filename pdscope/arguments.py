@@ -93,3 +93,10 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise InputError(f"{name} is {value!r}, expected True or False")
     return bool(value)
+
+
+def share(name: str, value: object) -> float:
+    """A number from 0 to 1; anything else raises InputError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise InputError(f"{name} is {value!r}, expected a number from 0 to 1")
+    return float(value)

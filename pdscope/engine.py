@@ -1,13 +1,13 @@
 """One loaded plan: its library, weights and workers, and the sessions on it.
 
-May import pdscope.{arguments,config,errors,native,plan,predictors,session,tokens}; never torch,
-transformers or the compiler.
+May import pdscope.{arguments,config,errors,generation,learner,learner_thread,native,plan,
+predictors,session,tokens}; never torch, transformers or the compiler.
 """
 
 import os
 import threading
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, overload
@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pdscope import config
-from pdscope.arguments import flag, index, path, text
+from pdscope.arguments import flag, index, path, share, text
 from pdscope.errors import InputError, PdscopeError, PlanError
 from pdscope.generation import Completion, Stream
-from pdscope.native import CACHE_PREFETCH, PIN, PREDICTOR, WEIGHTS, EngineHandle, ffi
+from pdscope.learner import THRESHOLD
+from pdscope.learner_thread import EngineLearner
+from pdscope.native import CACHE_PREFETCH, LEARNER, PIN, PREDICTOR, WEIGHTS, EngineHandle, ffi
 from pdscope.plan import Plan
 from pdscope.predictors import Chosen, read_predictors
 from pdscope.session import Messages, Prompt, Session, SessionStats
@@ -35,6 +37,8 @@ def load(
     weights: str | None = None,
     cache_prefetch: str | None = None,
     predictor: str = "auto",
+    learner: str = "auto",
+    learner_threshold: float = THRESHOLD,
     verify: bool = False,
 ) -> "Engine":
     """Loads a plan directory for running.
@@ -55,6 +59,11 @@ def load(
     runs, and prefetches where that gains (Engine.cache_prefetch). Same results either way.
     predictor: "auto": what the plan's phaseper.json chose for each layer predicts the next one's
     experts; "off": the next layer's gate does, and the files are not read (Engine.predictor).
+    learner: "on": a background thread of lowest priority fine-tunes the predictors' nets to the
+    text while their error is high (Engine.learner); "off"; "auto": on where nets predict and there
+    is a core that no worker has. Same results either way.
+    learner_threshold: the error from which on it does, the share of the next layer's experts that
+    were not predicted, 0 to 1.
     verify: check every file's SHA-256 first.
     Raises PlanError (missing, cut short, edited, other version) or TargetError (this CPU cannot run
     it), InputError for an option of another type or out of range.
@@ -72,6 +81,8 @@ def load(
         weights=weights,
         cache_prefetch=cache_prefetch,
         predictor=predictor,
+        learner=learner,
+        learner_threshold=learner_threshold,
     )
 
 
@@ -118,6 +129,13 @@ class EngineInfo:
         }
 
 
+@dataclass(frozen=True)
+class EngineStats(SessionStats):
+    """Totals of an engine's main session."""
+
+    learner: dict[str, Any]  # Engine.learner()
+
+
 class Engine:
     """A loaded plan. Its methods that run the model work on one session of their own; `session()`
     makes more.
@@ -136,6 +154,8 @@ class Engine:
         weights: str | None = None,
         cache_prefetch: str | None = None,
         predictor: str = "auto",
+        learner: str = "auto",
+        learner_threshold: float = THRESHOLD,
     ) -> None:
         threads = index("threads", threads)
         if isa is not None and "\0" in text("isa", isa):
@@ -143,6 +163,9 @@ class Engine:
         if not 0 <= threads <= 1024:
             raise InputError(f"threads is {threads}, expected 0 (one per core) to 1024")
         self._asked_predictor = _choice("predictor", predictor, PREDICTOR)
+        self._learner = EngineLearner(
+            _choice("learner", learner, LEARNER), share("learner_threshold", learner_threshold)
+        )
         plan.check_machine()
         self.plan = plan
         self._lock = threading.Lock()
@@ -159,7 +182,7 @@ class Engine:
         try:
             handle = EngineHandle(plan, *options)
             plan.hold()
-            self._predictors = self._set_predictors(handle)
+            predictors = self._set_predictors(handle)
         except PdscopeError:
             plan.check_unchanged()  # then what failed is a mixture of two plans
             raise
@@ -167,6 +190,14 @@ class Engine:
         self._handle = handle
         self.info = _info(handle)
         _check_same(plan, self.info)
+        # What was set is a copy in the engine.
+        self._predictors = [replace(each, net=None) for each in predictors]
+        spare = ""
+        if self.info.threads >= self.info.cores:
+            spare = f"no core is free: {self.info.threads} threads on {self.info.cores} cores"
+        self._learner.start(handle, plan, predictors, options[-1], spare)
+        # An engine that is dropped without close() is collected all the same.
+        weakref.finalize(self, self._learner.close)
 
     @property
     def handle(self) -> EngineHandle:
@@ -216,7 +247,7 @@ class Engine:
         }
 
     def _set_predictors(self, handle: EngineHandle) -> list[Chosen]:
-        """What serves each layer and phase; sets the nets that there are."""
+        """What serves each layer and phase, with its net; sets the nets that there are."""
         self._why_predictor = "asked for"
         if self._asked_predictor == "off":
             return []
@@ -231,8 +262,7 @@ class Engine:
         for each in chosen:
             if each.net is not None:
                 each.net.set(handle, each.layer, each.phase)
-        # What was set is a copy in the engine.
-        return [replace(each, net=None) for each in chosen]
+        return chosen
 
     def predictor(self) -> dict[str, Any]:
         """What --json says of the predictors of the next layer's experts.
@@ -251,6 +281,19 @@ class Engine:
             "bytes": self.info.net_bytes,
             "chosen": chosen,
         }
+
+    def learner(self) -> dict[str, Any]:
+        """What --json says of the online learner.
+
+        `asked`: auto, on or off; `state`: on or off; `why`. If it was on: `bytes` of memory for the
+        tokens that it learns from; `threshold` of its error; for each phase `triggers` (times that
+        it fine-tuned), `swaps` and `rollbacks` (nets replaced, and nets left as they were since
+        they would have predicted worse), `window_error` (share of the next layer's experts that
+        were not predicted, over the last 16 tokens, mean of the input group's layers; None: too few
+        tokens since the last trigger) and `layer_errors`; `seconds` spent on fine-tuning.
+        """
+        self.handle  # noqa: B018  refuses a closed engine and a forked child
+        return self._learner.report()
 
     @property
     def has_tokenizer(self) -> bool:
@@ -350,9 +393,10 @@ class Engine:
         """See Session.restore."""
         self.main.restore(saved)
 
-    def stats(self) -> SessionStats:
-        """Totals of the main session; what belongs to the whole engine is in `info`."""
-        return self.main.stats()
+    def stats(self) -> EngineStats:
+        """Totals of the main session, and the learner's; what else belongs to the whole engine is
+        in `info`."""
+        return EngineStats(**asdict(self.main.stats()), learner=self.learner())
 
     def cancel(self) -> bool:
         """See Session.cancel: stops what the main session runs, from any thread."""
@@ -368,6 +412,7 @@ class Engine:
         handle = self._handle
         if handle is None or os.getpid() != handle.pid:
             return
+        self._learner.close()
         with self._lock:
             sessions = list(self._sessions)
             self._main = None

@@ -29,12 +29,14 @@ from pdscope.errors import (
 from pdscope.plan import Plan
 
 PDS_ERR_CANCELLED = 400
+PDS_ERR_BUSY = 402
 
 # Names of PDS_PIN_*, PDS_WEIGHTS_* and PDS_CACHE_PREFETCH_* of pdscope.h, by value.
 PIN = ("auto", "on", "off")
 WEIGHTS = ("auto", "mmap", "copy")
 CACHE_PREFETCH = ("auto", "on", "off")
 PREDICTOR = ("auto", "off")
+LEARNER = ("auto", "on", "off")
 
 # By cause; see the enum in pdscope.h. A code that is not here is a plain PdscopeError.
 _ERRORS: dict[int, type[PdscopeError]] = {

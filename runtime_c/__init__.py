@@ -30,6 +30,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/llc.c",
     "src/net.c",
     "src/nets.c",
+    "src/learn.c",
     "src/exec.c",
     "src/engine.c",
     "src/session.c",

@@ -142,7 +142,7 @@ def command(name: str) -> Callable[[Callable[..., Any]], Command]:
 
 def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say what of the machine an engine uses: threads, isa, pin, weights,
-    cache prefetch, predictors."""
+    cache prefetch, predictors, learner."""
     for option in reversed(
         (
             click.option(
@@ -180,6 +180,19 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 default="auto",
                 help="What predicts experts. auto: what the plan chose for each layer. off: the "
                 "next layer's gate.",
+            ),
+            click.option(
+                "--learner",
+                type=click.Choice(("auto", "on", "off")),
+                default="auto",
+                help="Fine-tune predictors to the text in a background thread. auto: where nets "
+                "predict and a core is free.",
+            ),
+            click.option(
+                "--learner-threshold",
+                type=click.FloatRange(0, 1),
+                default=0.25,
+                help="Fine-tune while more than this share of experts is not predicted.",
             ),
         )
     ):

@@ -116,6 +116,8 @@ def main(
     weights: str | None,
     cache_prefetch: str | None,
     predictor: str,
+    learner: str,
+    learner_threshold: float,
     as_json: bool,
 ) -> None:
     """Measure the speed of a plan in tokens a second, or its perplexity on a text.
@@ -163,6 +165,8 @@ def main(
         weights=weights,
         cache_prefetch=cache_prefetch,
         predictor=predictor,
+        learner=learner,
+        learner_threshold=learner_threshold,
     ) as engine:
         results = [_measure(engine, kind, n, repetitions, not no_warmup) for kind, n in tests]
         report = [_report(engine, result) for result in results]
@@ -261,6 +265,7 @@ def _report(engine: "Engine", result: Result) -> dict[str, Any]:
         "placement": engine.info.placement(),
         "cache_prefetch": engine.cache_prefetch(),
         "predictor": engine.predictor(),
+        "learner": engine.learner(),
         "plan_hash": engine.plan.plan_hash,
     }
 

@@ -113,6 +113,8 @@ def main(
     weights: str | None,
     cache_prefetch: str | None,
     predictor: str,
+    learner: str,
+    learner_threshold: float,
     trace_file: Path | None,
     verify: bool,
     **options: Any,
@@ -158,6 +160,8 @@ def main(
         weights=weights,
         cache_prefetch=cache_prefetch,
         predictor=predictor,
+        learner=learner,
+        learner_threshold=learner_threshold,
         verify=verify,
     )
     load_seconds = time.perf_counter() - begin
@@ -287,6 +291,7 @@ def _print_json(engine: "Engine", completion: "Completion", load_seconds: float)
         "placement": engine.info.placement(),
         "cache_prefetch": engine.cache_prefetch(),
         "predictor": engine.predictor(),
+        "learner": engine.learner(),
     }
     click.echo(json.dumps(report, indent=2, ensure_ascii=False))
 

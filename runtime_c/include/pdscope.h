@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define PDS_ABI_VERSION 4
+#define PDS_ABI_VERSION 5
 
 /* clang-format off */
 #ifndef PDS_CDEF
@@ -65,6 +65,7 @@ enum { PDS_PIN_AUTO = 0, PDS_PIN_ON = 1, PDS_PIN_OFF = 2 };
 enum { PDS_WEIGHTS_AUTO = 0, PDS_WEIGHTS_MMAP = 1, PDS_WEIGHTS_COPY = 2 };
 enum { PDS_CACHE_PREFETCH_AUTO = 0, PDS_CACHE_PREFETCH_ON = 1, PDS_CACHE_PREFETCH_OFF = 2 };
 enum { PDS_NET_PREFILL = 0, PDS_NET_DECODE = 1 }; /* decode: steps in which each row is of another sequence */
+enum { PDS_LEARN_PREFILL = 128, PDS_LEARN_DECODE = 32 }; /* tokens that a layer keeps of each phase */
 enum { PDS_NET_ROUTED = 1, PDS_NET_PREVIOUS = 2, PDS_NET_PREVIOUS_NEXT = 4 };
 
 typedef struct pds_engine_options {
@@ -89,6 +90,7 @@ typedef struct pds_engine_info {
   uint64_t weight_bytes;  /* of the weight files */
   uint64_t engine_bytes;  /* anonymous memory of the engine, weights and predictors apart */
   uint64_t net_bytes;     /* anonymous memory of the predictors that were set */
+  uint64_t learner_bytes; /* and of the tokens kept for the learner */
   uint32_t cores;         /* physical cores that the process may use */
   uint32_t numa_nodes;    /* that these cores belong to */
   int32_t weights;        /* PDS_WEIGHTS_MMAP or PDS_WEIGHTS_COPY: what was done */
@@ -142,6 +144,19 @@ typedef struct pds_prediction {
   const int32_t *prev;        /* [n, top_k], what it chose for the token before; -1, or NULL: none */
   const int32_t *prev_next;   /* [n, top_k of the next layer], what that one chose for it */
 } pds_prediction;
+
+/* The last tokens of a layer with a predictor, oldest first: what pds_prediction asks with, and what
+ * the next layer with experts chose. Arrays are the caller's, for as many tokens as the phase keeps. */
+typedef struct pds_learned {
+  uint32_t layer, phase;  /* phase: PDS_NET_* */
+  uint16_t *a;            /* [PDS_LEARN_*, hidden] bf16; NULL: only `total` is asked for */
+  float *w;               /* [.., top_k] */
+  int32_t *e, *prev;      /* [.., top_k] */
+  int32_t *prev_next;     /* [.., top_k of the next layer]; also where prefill does not know it in time */
+  int32_t *target;        /* [.., top_k of the next layer] */
+  uint32_t n;             /* out: tokens copied */
+  uint64_t total;         /* out: tokens kept since the learner was switched on, replaced ones included */
+} pds_learned;
 
 typedef struct pds_session_options {
   uint32_t max_seqs;  /* sequence ids run from 0 to max_seqs - 1; 0: 1 */
@@ -231,6 +246,11 @@ pds_status pds_engine_get_cache_prefetch(const pds_engine *engine, pds_cache_pre
  * predicts. Waits for a step that is running, so never from a tap; steps run on meanwhile. Results of steps
  * do not depend on predictors. */
 pds_status pds_engine_set_net(pds_engine *engine, uint32_t layer, uint32_t phase, const pds_net_desc *net);
+
+/* From now on steps keep tokens of the layers where `wanted` [layers] is not 0; NULL: of none, and the memory
+ * is freed. Waits for a step that is running, so never from a tap. */
+pds_status pds_engine_set_learner(pds_engine *engine, const uint8_t *wanted);
+pds_status pds_engine_read_learned(pds_engine *engine, pds_learned *learned); /* PDS_ERR_BUSY: a step is writing them now */
 
 /* --- session: owns KV and scratch; one pds_step at a time, else PDS_ERR_BUSY --- */
 pds_status pds_session_create(pds_engine *engine, const pds_session_options *options, pds_session **out_session);

@@ -234,6 +234,7 @@ void pds_engine_release(pds_engine *engine) {
   /* After fork the workers exist in the parent alone: there is nothing to join here. */
   if (engine->pool && engine->pid == getpid()) pds_pool_destroy(engine->pool);
   pds_nets_free(engine);
+  pds_learn_free(engine);
   pds_weights_unload(engine->plan, engine->files, &engine->weights);
   pds_unmap(engine, engine->bytes);
 }
@@ -257,6 +258,7 @@ pds_status pds_engine_get_info(const pds_engine *engine, pds_engine_info *out_in
                                 .weight_bytes = engine->weights.bytes,
                                 .engine_bytes = engine->bytes,
                                 .net_bytes = engine->net_bytes,
+                                .learner_bytes = engine->learner_bytes,
                                 .cores = engine->cores,
                                 .numa_nodes = engine->nodes,
                                 .weights = engine->weights.mode,

@@ -8,6 +8,7 @@
 
 #include "dispatch.h"
 #include "kv.h"
+#include "learn.h"
 #include "llc.h"
 #include "memory.h"
 #include "net.h"
@@ -29,8 +30,10 @@ struct pds_engine {
   uint32_t threads, cores, nodes;
   pds_llc llc;
   pds_net_slot *_Atomic nets; /* [n_layers][2]; NULL: none was ever set */
-  _Atomic uint64_t net_bytes;
+  _Atomic uint64_t net_bytes, learner_bytes;
   _Atomic bool net_busy;
+  pds_learn *_Atomic learn;       /* NULL: the learner is off */
+  _Atomic bool learn_busy;        /* it is being switched or read */
   uint32_t l2_bytes;              /* second-level cache of a core; 0: unknown */
   char cpus[5 * PDS_MAX_THREADS]; /* "0,2,4": for each worker the first CPU of its core; "": free */
   char cpus_why[96];
@@ -66,6 +69,7 @@ void pds_engine_release(pds_engine *engine);
 
 /* nets.c */
 void pds_nets_free(pds_engine *engine);
+void pds_learn_free(pds_engine *engine);
 /* Predicts in the session's scratch; `ctx` is that of a step without rows. */
 pds_status pds_predict_rows(pds_session *session, pds_step_ctx *ctx, const pds_prediction *asked,
                             float *out_logits);

@@ -5,6 +5,7 @@
 
 #include <stdbool.h>
 
+#include "learn.h"
 #include "panels.h"
 
 typedef struct exec {
@@ -102,6 +103,7 @@ static pds_status compute(exec *e, const pds_instr *in, uint32_t *out_experts) {
     return PDS_OK;
   case PDS_OP_RECOMPILE:
     pds_op_recompile(ctx, layer);
+    pds_learn_routed(ctx, layer);
     pds_op_remember(ctx, layer);
     pds_llc_settle(&e->session->engine->llc, &e->session->llc, &e->session->llc_counts, ctx, layer);
     if (ctx->predicts && in->hole_cap[PDS_HOLE_P])

@@ -19,6 +19,7 @@
  *     last       = r64(4 + 2 * n_layers * last_top_k) in plans with a predictor, else 0
  *
  *   predictors, each in one mmap of its own, as they are set (nets.c)
+ *   tokens for the learner, one mmap, when it is switched on (learn.h)
  *
  *   weights, mapped: the bytes of each weight file (read-only file mappings, one a file)
  *   weights, copied, one mmap: the sum of the files, each rounded up to PDS_FILE_GRAIN, rounded up

@@ -1,5 +1,5 @@
-/* nets.c: the nets of an engine: how they get there and are replaced while steps run; predictions
- * outside of a step. */
+/* nets.c: the nets of an engine: how they get there and are replaced while steps run; the tokens
+ * kept to train them on; predictions outside of a step. */
 #include <string.h>
 
 #include "cpu.h"
@@ -107,6 +107,66 @@ void pds_nets_free(pds_engine *engine) {
     drop(engine, slots[i].spare);
   }
   pds_unmap(slots, table_bytes(engine->plan));
+}
+
+/* --- tokens for the learner --- */
+
+static void drop_learn(pds_engine *engine, pds_learn *learn) {
+  if (!learn) return;
+  atomic_store_explicit(&engine->learner_bytes, 0, memory_order_relaxed);
+  pds_unmap(learn, learn->bytes);
+}
+
+static pds_status set_learner(pds_engine *engine, const uint8_t *wanted) {
+  pds_learn *old = atomic_exchange_explicit(&engine->learn, NULL, memory_order_acq_rel);
+  if (old) { /* a step may still write there */
+    pds_pool_open(engine->pool);
+    pds_pool_close(engine->pool);
+    drop_learn(engine, old);
+  }
+  if (!wanted) return PDS_OK;
+  const uint64_t bytes = pds_round_up(pds_learn_bytes(engine->plan, wanted), PDS_GRAIN);
+  void *memory;
+  PDS_RETURN_IF_ERROR(pds_map_anon(bytes, "learner", &memory));
+  pds_learn *learn = pds_learn_place(memory, engine->plan, wanted);
+  learn->bytes = bytes;
+  atomic_store_explicit(&engine->learner_bytes, bytes, memory_order_relaxed);
+  atomic_store_explicit(&engine->learn, learn, memory_order_release);
+  return PDS_OK;
+}
+
+static pds_status enter_learn(pds_engine *engine) {
+  if (!engine) return pds_fail(PDS_ERR_ARGUMENT, "learner: the engine is a null pointer");
+  PDS_RETURN_IF_ERROR(pds_engine_check_fork(engine));
+  if (atomic_exchange_explicit(&engine->learn_busy, true, memory_order_acquire))
+    return pds_fail(PDS_ERR_BUSY,
+                    "another thread is at the learner's tokens; let one thread do it");
+  return PDS_OK;
+}
+
+pds_status pds_engine_set_learner(pds_engine *engine, const uint8_t *wanted) {
+  PDS_RETURN_IF_ERROR(enter_learn(engine));
+  pds_status status = PDS_OK;
+  for (uint32_t i = 0; wanted && status == PDS_OK && i < engine->plan->n_layers; i++)
+    if (wanted[i]) status = check_layer(engine->plan, i, 0);
+  if (status == PDS_OK) status = set_learner(engine, wanted);
+  atomic_store_explicit(&engine->learn_busy, false, memory_order_release);
+  return status;
+}
+
+pds_status pds_engine_read_learned(pds_engine *engine, pds_learned *learned) {
+  if (!learned) return pds_fail(PDS_ERR_ARGUMENT, "learned tokens: a null pointer");
+  PDS_RETURN_IF_ERROR(enter_learn(engine));
+  pds_learn *learn = atomic_load_explicit(&engine->learn, memory_order_relaxed);
+  pds_status status =
+      learn ? pds_learn_copy(learn, engine->plan, learned)
+            : pds_fail(PDS_ERR_ARGUMENT, "learned tokens: the learner is off; switch it on first");
+  atomic_store_explicit(&engine->learn_busy, false, memory_order_release);
+  return status;
+}
+
+void pds_learn_free(pds_engine *engine) {
+  drop_learn(engine, atomic_load_explicit(&engine->learn, memory_order_relaxed));
 }
 
 /* --- outside of a step --- */

@@ -159,10 +159,10 @@ static pds_status run_step(pds_session *session, const pds_batch *batch, pds_log
   ctx.length = kv->length;
   pds_pool_open(engine->pool);
   ctx.predicts = pds_llc_begin(&engine->llc, batch->n);
-  if (ctx.predicts) {
-    ctx.nets = atomic_load_explicit(&engine->nets, memory_order_acquire);
-    ctx.net_phase = net_phase_of(batch);
-  }
+  if (ctx.predicts) ctx.nets = atomic_load_explicit(&engine->nets, memory_order_acquire);
+  ctx.learn = atomic_load_explicit(&engine->learn, memory_order_acquire);
+  if (ctx.predicts || ctx.learn) ctx.net_phase = net_phase_of(batch);
+  pds_learn_begin(&ctx);
   uint32_t fp = pds_fp_default();
   const uint64_t ran = pds_now_ns(); /* behind the steps of others */
   pds_status status = pds_exec_step(session, &ctx);

@@ -4,6 +4,7 @@
   X(base)                                                                                          \
   X(pool)                                                                                          \
   X(llc)                                                                                           \
+  X(learn)                                                                                         \
   X(nets)                                                                                          \
   X(kv)                                                                                            \
   X(sample)                                                                                        \

@@ -1,0 +1,365 @@
+"""The online learner's training and decisions, on tokens of a planted rule, without a model.
+
+Holds: "error over a sliding window of 16 input-group tokens, threshold 25 %, fine-tune on the last
+128 prefill + 32 decode tokens in one low-priority background thread ..., never makes validation
+error worse (it is rolled back if it does)"; "domain shift ... triggers the learner, and the error
+falls below the threshold within 10 triggers" on planted domains.
+"""
+
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from pdscope import learner as learner_module
+from pdscope.compiler.phaseper.nets import BLOCKS, NetShape, reference
+from pdscope.errors import PdscopeError
+from pdscope.learner import KEPT, Key, Learner
+from pdscope.learner_nets import Rows, Trained, error, loss
+from pdscope.learner_thread import LearnerThread
+from pdscope.predictors import PHASES, Net, bf16_bits
+
+HIDDEN, EXPERTS, K = 64, 16, 2
+
+
+def random_net(phase: str, deep: bool, rng: np.random.Generator, width: int = 24) -> Net:
+    def matrix(outputs: int, inputs: int) -> np.ndarray:
+        return bf16_bits(rng.normal(0, inputs**-0.5, (outputs, inputs)))
+
+    both = width + EXPERTS
+    first = both + (width if deep else 0)
+    return Net(
+        hidden=HIDDEN,
+        experts=EXPERTS,
+        width=width,
+        blocks=BLOCKS[phase],
+        first=matrix(first, HIDDEN),
+        bias=np.float32(rng.normal(0, 0.1, first)),
+        features=bf16_bits(rng.normal(0, 0.1, (len(BLOCKS[phase]) * EXPERTS, both))),
+        block=matrix(width, width) if deep else None,
+        block_bias=np.float32(rng.normal(0, 0.1, width)) if deep else None,
+        out=matrix(EXPERTS, width),
+    )
+
+
+def choose(scores: np.ndarray) -> np.ndarray:
+    return np.argsort(-scores, axis=1)[:, :K].astype(np.int32)
+
+
+class Domain:
+    """Text whose gate inputs lie in a few directions around a centre, both of its own; the next
+    experts follow from them by one rule for all text, of which a net knows what it has seen."""
+
+    MATRIX = np.float32(np.random.default_rng(99).normal(size=(HIDDEN, EXPERTS)))
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.directions = np.float32(rng.normal(size=(4, HIDDEN)))
+        self.centre = np.float32(rng.normal(size=HIDDEN))
+
+    def rows(self, n: int, rng: np.random.Generator) -> Rows:
+        a = self.centre + np.float32(rng.normal(size=(n, len(self.directions)))) @ self.directions
+        target = choose(a @ self.MATRIX)
+        e = choose(np.float32(rng.normal(size=(n, EXPERTS))))
+        before = np.concatenate([np.full((1, K), -1, np.int32), target[:-1]])
+        prev = np.concatenate([np.full((1, K), -1, np.int32), e[:-1]])
+        w = np.full((n, K), 0.5, np.float32)
+        return Rows(np.float32(a), w, e, prev, before, target)
+
+
+class Fed:
+    """A source that a test feeds."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Key, Rows] = {}
+        self.totals: dict[Key, int] = {}
+        self.swapped: list[Key] = []
+        self.nets: dict[Key, Net] = {}
+
+    def feed(self, layer: int, phase: str, rows: Rows) -> None:
+        old = self.kept.get((layer, phase))
+        rows = rows if old is None else old.join(rows)
+        self.kept[layer, phase] = rows.take(slice(max(0, len(rows) - KEPT[phase]), None))
+        self.totals[layer, phase] = self.totals.get((layer, phase), 0) + len(rows)
+
+    def total(self, layer: int, phase: str) -> int:
+        return self.totals.get((layer, phase), 0)
+
+    def read(self, layer: int, phase: str) -> tuple[Rows, int] | None:
+        if (layer, phase) not in self.kept:
+            return None
+        return self.kept[layer, phase], self.totals[layer, phase]
+
+    def swap(self, layer: int, phase: str, net: Net) -> None:
+        self.swapped.append((layer, phase))
+        self.nets[layer, phase] = net
+
+
+def fitted(phase: str, deep: bool, domain: Domain, rng: np.random.Generator) -> Net:
+    """A net that knows a domain."""
+    net = Trained(random_net(phase, deep, rng))
+    for _ in range(20):
+        net.fit(domain.rows(512, rng))
+    return net.rounded()
+
+
+# --- training ---
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("phase", PHASES)
+def test_logits_and_gradient_are_those_of_torch(phase: str, deep: bool) -> None:
+    rng = np.random.default_rng(0)
+    net = Trained(random_net(phase, deep, rng))
+    rows = Domain(0).rows(40, rng)
+    width, both = net.net.width, net.net.width + EXPERTS
+    leaves = {name: torch.from_numpy(t.copy()).requires_grad_() for name, t in net.t.items()}
+    tensors = {
+        "in.weight": leaves["first"][:both],
+        "in.bias": leaves["bias"][:both],
+        "features.weight": leaves["features"],
+        "out.weight": leaves["out"],
+    }
+    if deep:
+        tensors |= {
+            "gate.weight": leaves["first"][both:],
+            "gate.bias": leaves["bias"][both:],
+            "block.weight": leaves["block"],
+            "block.bias": leaves["block_bias"],
+        }
+    shape = NetShape(HIDDEN, EXPERTS, width, deep, BLOCKS[phase])
+    sparse = torch.from_numpy(net.sparse(rows))
+    logits = reference(shape, tensors, torch.from_numpy(rows.a), sparse)
+    wanted = torch.zeros(len(rows), EXPERTS).scatter_(1, torch.from_numpy(rows.target).long(), 1.0)
+    found = functional.binary_cross_entropy_with_logits(logits, wanted)
+    found.backward()
+    assert np.allclose(net.logits(rows), logits.detach().numpy(), atol=1e-5)
+    assert loss(net.logits(rows), rows.target) == pytest.approx(float(found.detach()), rel=1e-5)
+    slopes = net.gradient(rows)
+    assert set(slopes) == set(leaves)
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        expected = leaf.grad.numpy()
+        assert np.abs(slopes[name] - expected).max() <= 1e-5 * np.abs(expected).max() + 1e-9, name
+
+
+def test_error_is_the_share_of_the_experts_missed() -> None:
+    logits = np.float32([[3, 2, 1, 0], [0, 1, 2, 3], [1, 1, 1, 1]])
+    target = np.int32([[0, 1], [3, 0], [2, 3]])
+    assert error(logits, target).tolist() == [0.0, 0.5, 1.0]  # of equals the lowest ids
+
+
+def test_products_stay_in_this_thread() -> None:
+    """BLAS would take all cores for matrices of this size."""
+    rng = np.random.default_rng(0)
+    net = Trained(replace(random_net("decode", True, rng)))
+    wide = Rows(
+        np.zeros((160, 2048), np.float32), *(getattr(Domain(0).rows(160, rng), n) for n in _REST)
+    )
+    net.t["first"] = np.float32(rng.normal(size=(len(net.t["first"]), 2048)))
+    net.gradient(wide)
+    own, all_threads = time.thread_time(), time.process_time()
+    for _ in range(20):
+        net.gradient(wide)
+    own, all_threads = time.thread_time() - own, time.process_time() - all_threads
+    assert all_threads < 1.2 * own
+
+
+_REST = ("w", "e", "prev", "prev_next", "target")
+
+
+# --- decisions ---
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_domain_shift_triggers_and_is_learned(deep: bool) -> None:
+    """Quiet at home; behind the shift each phase falls below the threshold within 10 triggers, on
+    tokens that nothing has learned from. A window of 16 tokens by itself is a noisy figure."""
+    rng = np.random.default_rng(1)
+    home, away = Domain(1), Domain(2)
+    nets = {(0, phase): fitted(phase, deep, home, rng) for phase in PHASES}
+    source = Fed()
+    learner = Learner(nets, [0], source)
+
+    def feed(domain: Domain, polls: int) -> None:
+        for _ in range(polls):
+            for phase, n in (("prefill", 64), ("decode", 8)):
+                source.feed(0, phase, domain.rows(n, rng))
+            learner.poll()
+
+    feed(home, 8)
+    report = learner.report()
+    assert all(report[phase]["triggers"] == 0 for phase in PHASES), report
+    assert all(report[phase]["window_error"] < 0.25 for phase in PHASES), report
+    test = away.rows(2000, rng)
+
+    def miss(net: Net) -> float:
+        return float(error(Trained(net).logits(test), test.target).mean())
+
+    assert all(miss(net) > 0.25 for net in nets.values())
+    feed(away, 90)
+    report = learner.report()
+    assert report["seconds"] > 0
+    for phase in PHASES:
+        assert 1 <= report[phase]["triggers"] <= 10, report
+        assert report[phase]["swaps"] >= 1
+        assert miss(source.nets[0, phase]) < 0.2, report
+
+
+def noise(rng: np.random.Generator, n: int) -> Rows:
+    rows = Domain(0).rows(n, rng)
+    return replace(rows, target=choose(np.float32(rng.normal(size=(n, EXPERTS)))))
+
+
+def test_what_would_predict_worse_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training that spoils the net: it stays, and triggers become rarer."""
+
+    def spoil(self: Trained, rows: Rows, stopped: object) -> None:
+        for tensor in self.t.values():
+            tensor *= -1
+
+    monkeypatch.setattr(Trained, "fit", spoil)
+    rng = np.random.default_rng(3)
+    home, away = Domain(1), Domain(2)
+    # Knows the text well, but the threshold asks for more.
+    net = fitted_without(monkeypatch, home, rng)
+    source = Fed()
+    learner = Learner({(0, "decode"): net}, [0], source, threshold=0.0)
+    for _ in range(100):
+        source.feed(0, "decode", home.rows(16, rng).join(away.rows(16, rng)))
+        learner.poll()
+    report = learner.report()["decode"]
+    assert report["triggers"] == report["rollbacks"] and report["swaps"] == 0
+    assert source.swapped == []
+    assert 4 <= report["triggers"] <= 10  # of 100 polls that each show new tokens
+
+
+def fitted_without(patch: pytest.MonkeyPatch, domain: Domain, rng: np.random.Generator) -> Net:
+    patch.undo()
+    net = fitted("decode", False, domain, rng)
+
+    def spoil(self: Trained, rows: Rows, stopped: object) -> None:
+        for tensor in self.t.values():
+            tensor *= -1
+
+    patch.setattr(Trained, "fit", spoil)
+    return net
+
+
+def test_numbers_that_are_not_finite_are_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def burst(self: Trained, rows: Rows, stopped: object) -> None:
+        self.t["bias"][:] = np.inf
+
+    rng = np.random.default_rng(4)
+    source = Fed()
+    learner = Learner({(0, "decode"): random_net("decode", True, rng)}, [0], source)
+    monkeypatch.setattr(Trained, "fit", burst)
+    source.feed(0, "decode", noise(rng, 32))
+    learner.poll()
+    assert learner.report()["decode"] | {"window_error": None, "layer_errors": None} == {
+        "triggers": 1,
+        "swaps": 0,
+        "rollbacks": 1,
+        "window_error": None,
+        "layer_errors": None,
+    }
+
+
+def test_only_the_input_group_triggers_and_every_layer_learns() -> None:
+    rng = np.random.default_rng(5)
+    home, away = Domain(1), Domain(2)
+    nets = {(layer, "decode"): fitted("decode", False, home, rng) for layer in (0, 1, 2)}
+    source = Fed()
+    learner = Learner(nets, [0], source)
+    for _ in range(4):
+        for layer, domain in ((0, home), (1, away), (2, away)):
+            source.feed(layer, "decode", domain.rows(32, rng))
+        learner.poll()
+    assert learner.report()["decode"]["triggers"] == 0
+    for layer in nets:
+        source.feed(layer[0], "decode", away.rows(32, rng))
+    learner.poll()
+    assert set(source.swapped) == set(nets)
+
+
+def test_a_ring_in_use_is_left_for_the_next_look() -> None:
+    class Busy(Fed):
+        def read(self, layer: int, phase: str) -> tuple[Rows, int] | None:
+            return None
+
+    rng = np.random.default_rng(6)
+    source = Busy()
+    learner = Learner({(0, "decode"): random_net("decode", False, rng)}, [0], source)
+    source.feed(0, "decode", noise(rng, 32))
+    learner.poll()
+    assert learner.report()["decode"]["window_error"] is None
+
+
+# --- its thread ---
+
+
+def test_thread_runs_at_the_lowest_priority_and_ends_at_once() -> None:
+    priorities: list[int] = []
+    looked = threading.Event()
+
+    class Looking(Fed):
+        def total(self, layer: int, phase: str) -> int:
+            if sys.platform == "linux":
+                who = threading.get_native_id()
+                priorities.append(os.getpriority(os.PRIO_PROCESS, who))
+            looked.set()
+            return 0
+
+    rng = np.random.default_rng(7)
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    learner = Learner({(0, "decode"): random_net("decode", False, rng)}, [0], Looking())
+    thread = LearnerThread(learner, interval=0.001)
+    assert looked.wait(10)
+    thread.stop()
+    thread.stop()
+    assert "pdscope-learner" not in {t.name for t in threading.enumerate()}
+    assert set(priorities) <= {19}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
+
+
+def test_stop_does_not_wait_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module.Trained, "fit", endless)
+    rng = np.random.default_rng(8)
+    source = Fed()
+    source.feed(0, "decode", noise(rng, 32))
+    learner = Learner({(0, "decode"): random_net("decode", False, rng)}, [0], source)
+    thread = LearnerThread(learner, interval=0.001)
+    assert began.wait(10)
+    thread.stop()
+    assert source.swapped == []
+
+
+began = threading.Event()
+
+
+def endless(self: Trained, rows: Rows, stopped: threading.Event) -> None:
+    began.set()
+    while not stopped():  # type: ignore[operator]
+        time.sleep(0.001)
+
+
+def test_a_fault_ends_it_and_is_kept() -> None:
+    class Broken(Fed):
+        def total(self, layer: int, phase: str) -> int:
+            raise PdscopeError("no such engine")
+
+    rng = np.random.default_rng(9)
+    learner = Learner({(0, "decode"): random_net("decode", False, rng)}, [0], Broken())
+    thread = LearnerThread(learner, interval=0.001)
+    for _ in range(1000):
+        if thread.fault:
+            break
+        time.sleep(0.005)
+    thread.stop()
+    assert thread.fault == "no such engine"
