@@ -37,7 +37,7 @@ def load(
     weights: str | None = None,
     cache_prefetch: str | None = None,
     predictor: str = "auto",
-    learner: str = "auto",
+    learner: str = "off",
     learner_threshold: float = THRESHOLD,
     verify: bool = False,
 ) -> "Engine":
@@ -60,8 +60,9 @@ def load(
     predictor: "auto": what the plan's phaseper.json chose for each layer predicts the next one's
     experts; "off": the next layer's gate does, and the files are not read (Engine.predictor).
     learner: "on": a background thread of lowest priority fine-tunes the predictors' nets to the
-    text while their error is high (Engine.learner); "off"; "auto": on where nets predict and there
-    is a core that no worker has. Same results either way.
+    text while their error is high (Engine.learner); "auto": on where nets predict and there is a
+    core that no worker has; "off", as no text was found yet that it gains on. Same results either
+    way.
     learner_threshold: the error from which on it does, the share of the next layer's experts that
     were not predicted, 0 to 1.
     verify: check every file's SHA-256 first.
@@ -154,7 +155,7 @@ class Engine:
         weights: str | None = None,
         cache_prefetch: str | None = None,
         predictor: str = "auto",
-        learner: str = "auto",
+        learner: str = "off",
         learner_threshold: float = THRESHOLD,
     ) -> None:
         threads = index("threads", threads)

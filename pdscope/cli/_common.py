@@ -184,7 +184,7 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option(
                 "--learner",
                 type=click.Choice(("auto", "on", "off")),
-                default="auto",
+                default="off",
                 help="Fine-tune predictors to the text in a background thread. auto: where nets "
                 "predict and a core is free.",
             ),

@@ -230,14 +230,14 @@ def test_outputs_do_not_depend_on_it(plan: Path) -> None:
 
 def test_on_where_a_core_is_free(plan: Path) -> None:
     """auto: off with a reason where every core has a worker, or nothing predicts."""
-    with pdscope.load(plan, threads=1) as engine:
+    with pdscope.load(plan, threads=1, learner="auto") as engine:
         cores = engine.info.cores
         assert engine.learner()["state"] == ("on" if cores > 1 else "off")
-    with pdscope.load(plan, threads=cores) as engine:
+    with pdscope.load(plan, threads=cores, learner="auto") as engine:
         about = engine.learner()
         assert about["state"] == "off"
         assert about["why"] == f"no core is free: {cores} threads on {cores} cores"
-    with pdscope.load(plan, threads=1, cache_prefetch="off") as engine:
+    with pdscope.load(plan, threads=1, cache_prefetch="off", learner="auto") as engine:
         assert engine.learner()["why"] == "cache prefetch is off: no step predicts"
     with pdscope.load(plan, threads=1, predictor="off", learner="on") as engine:
         assert engine.learner()["why"] == "no layer is predicted by a trained net"
