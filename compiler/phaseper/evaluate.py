@@ -4,7 +4,8 @@ plan reads it.
 In numpy alone: whoever inspects a plan needs no torch. compiler/phaseper/{nets,rivals}.py say what
 each predictor is; scores here are theirs. May import numpy, pdscope.{documents,errors,ir,plan,
 predictor_figures,predictors,routing_records} and pdscope.compiler.{lowered,quantise,passes.lower,
-phaseper.calibrate,phaseper.metrics,phaseper.store}; pdscope.engine for its types alone.
+phaseper.calibrate,phaseper.metrics,phaseper.rivals,phaseper.store}; pdscope.engine for its types
+alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from pdscope.compiler.phaseper.metrics import (
     reliability,
     top,
 )
+from pdscope.compiler.phaseper.rivals import previous_scores, transition_scores
 from pdscope.compiler.phaseper.store import Gate
 from pdscope.compiler.quantise import to_bfloat16, to_float32
 from pdscope.documents import Document
@@ -119,7 +121,7 @@ class _Source:
         prev, prev_next = layer.prev[at], following.prev[at]
         likely = tensors["frequency"]
         found = {
-            "previous": (membership(prev_next, experts) + likely).astype(np.float32),
+            "previous": previous_scores(prev_next, likely),
             "frequency": np.broadcast_to(likely, (len(at), experts)),
             "transition": transition_scores(tensors["transition"], e, w),
             "cross_gate": choice_scores(self._gate, self._gate.logits(a)),
@@ -239,15 +241,6 @@ def net_scores(tensors: Mapping[str, Array], a: Array, features: Array) -> Array
         gate = _sigmoid(a @ t["gate.weight"].T + t["gate.bias"])
         h = h + gate * _silu(h @ t["block.weight"].T + t["block.bias"])
     out: Array = u[:, width:] + h @ t["out.weight"].T
-    return out
-
-
-def transition_scores(table: Array, source: Ids, weights: Array) -> Array:
-    """rivals.transition_scores."""
-    share = weights / np.maximum(weights.sum(1, keepdims=True), 1e-20)
-    out = np.zeros((len(source), table.shape[1]), np.float32)
-    for rank in range(source.shape[1]):
-        out += share[:, rank, None] * table[source[:, rank]]
     return out
 
 

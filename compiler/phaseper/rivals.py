@@ -3,19 +3,21 @@
 previous: the experts of layer l+1 at the token before; frequency: the most often chosen ones;
 transition: a first-order table from layer l's experts to l+1's; cross_gate (Fate): the gate of
 layer l+1 on layer l's gate input, with the family's own rule of choice. Each gives scores [n,
-experts], higher is likelier. May import numpy, torch and
-pdscope.compiler.phaseper.{metrics,store}.
+experts], higher is likelier. May import numpy and pdscope.compiler.phaseper.{metrics,store}; torch
+where scores are taken of its tensors alone, since who inspects a plan needs none.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pdscope.compiler.phaseper.metrics import membership
 from pdscope.compiler.phaseper.store import Gate
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Array = NDArray[np.float32]
 Ids = NDArray[np.integer]
@@ -33,8 +35,10 @@ class Tables:
     transition: Array
 
 
-def choice_scores(gate: Gate, logits: Tensor) -> Tensor:
+def choice_scores(gate: Gate, logits: "Tensor") -> "Tensor":
     """What the family's gate takes the best top_k of, [n, experts], given its logits."""
+    import torch
+
     attrs = gate.attrs
     choice = logits.softmax(1) if attrs.score == "softmax" else logits.sigmoid()
     if gate.bias is not None:

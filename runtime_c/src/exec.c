@@ -42,9 +42,7 @@ static uint64_t predict_bytes(const exec *e, const pds_layer *layer, bool fused)
   const pds_step_ctx *ctx = e->ctx;
   if (!ctx->predicts) return 0;
   const pds_gate *target = &ctx->plan->layers[layer->predictor.target].gate;
-  const size_t at = 2 * (size_t)e->program->layer + ctx->net_phase;
-  const pds_net *net =
-      fused && ctx->nets ? atomic_load_explicit(&ctx->nets[at].active, memory_order_acquire) : NULL;
+  const pds_net *net = fused ? pds_net_of(ctx, (uint32_t)e->program->layer) : NULL;
   return net ? net->matrix : gate_bytes(target);
 }
 

@@ -4,6 +4,7 @@
 #ifndef PDS_NET_H
 #define PDS_NET_H
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -26,6 +27,12 @@ typedef struct pds_net_slot {
   pds_net *_Atomic active;
   pds_net *spare;
 } pds_net_slot;
+
+/* That of a layer in a step; NULL: the target's gate predicts. */
+static inline const pds_net *pds_net_of(const pds_step_ctx *ctx, uint32_t layer) {
+  if (!ctx->nets) return NULL;
+  return atomic_load_explicit(&ctx->nets[2 * layer + ctx->net_phase].active, memory_order_acquire);
+}
 
 static inline const unsigned char *pds_net_data(const pds_net *net, const pds_tensor *t) {
   return (const unsigned char *)net + t->offset;

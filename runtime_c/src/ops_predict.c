@@ -1,7 +1,6 @@
 /* ops_predict.c: which experts the next layer with experts will choose, before it has run. Nothing
  * here touches what a result is made of. */
 #include <math.h>
-#include <stdatomic.h>
 #include <string.h>
 
 #include "ops.h"
@@ -57,12 +56,6 @@ static const pds_gate *target_of(const pds_step_ctx *ctx, uint32_t layer) {
   return &ctx->plan->layers[ctx->plan->layers[layer].predictor.target].gate;
 }
 
-/* NULL: the target's gate predicts. */
-static const pds_net *net_of(const pds_step_ctx *ctx, uint32_t layer) {
-  if (!ctx->nets) return NULL;
-  return atomic_load_explicit(&ctx->nets[2 * layer + ctx->net_phase].active, memory_order_acquire);
-}
-
 /* By the gate alone: a net also reads the layer's routing, which may not be known yet. */
 void pds_op_predict(pds_step_ctx *ctx, uint32_t layer) {
   predict_job job = {.ctx = ctx, .target = target_of(ctx, layer)};
@@ -74,7 +67,7 @@ void pds_op_predict(pds_step_ctx *ctx, uint32_t layer) {
 void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer) {
   predict_job job = {
       .ctx = ctx, .gate = &ctx->plan->layers[layer].gate, .target = target_of(ctx, layer)};
-  const pds_net *net = net_of(ctx, layer);
+  const pds_net *net = pds_net_of(ctx, layer);
   pds_gemm_job own = pds_gate_of(ctx, job.gate, pds_buf(ctx, PDS_BUF_GATE)), other;
   if (!net) {
     other = pds_gate_of(ctx, job.target, pds_buf(ctx, PDS_BUF_PREDICT));
@@ -93,7 +86,7 @@ void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer) {
 }
 
 void pds_op_predict_logits(pds_step_ctx *ctx, uint32_t layer) {
-  const pds_net *net = net_of(ctx, layer);
+  const pds_net *net = pds_net_of(ctx, layer);
   pds_gemm_job gemm;
   if (!net) {
     gemm = pds_gate_of(ctx, target_of(ctx, layer), pds_buf(ctx, PDS_BUF_PREDICT));
