@@ -29,7 +29,7 @@ from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
 from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMemory
 from pdscope.compiler.passes.predictor_report import PredictorReport
-from pdscope.compiler.passes.schedule import Schedule
+from pdscope.compiler.passes.programs import Schedule
 from pdscope.compiler.passes.tokenizer_files import (
     TokenizerFiles,
     chat_template,

@@ -8,7 +8,7 @@ import pytest
 from pdscope.compiler.lowered import Form, LoweredModel
 from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.plan_memory import PlanMemory
-from pdscope.compiler.passes.schedule import Schedule
+from pdscope.compiler.passes.programs import Schedule
 from pdscope.errors import ModelError
 from pdscope.ir.graph import (
     AddAttrs,

@@ -1,4 +1,4 @@
-"""Schedule: one program per layer, phase and row bucket. With no GPU every expert is a ?c hole on
+"""Programs: one program per layer, phase and row bucket. With no GPU every expert is a ?c hole on
 the CPU.
 
 May import pdscope.ir and pdscope.compiler.{lowered,passmanager}.
