@@ -53,7 +53,8 @@ COMMON_FLAGS = (
 # so: away with that.
 ZIG_LINK_FLAGS = ("-Wl,--strip-debug",)
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--build-id=none", "-Wl,-z,noexecstack")
-LIBRARIES = ("-lm",)
+# dlopen is in a library of its own before glibc 2.34.
+LIBRARIES = ("-lm", "-ldl")
 
 # Oldest glibc that a library built by zig runs with.
 ZIG_GLIBC = "2.28"

@@ -49,6 +49,12 @@ def cache_prefetch() -> str | None:
     return _choice("PDSCOPE_CACHE_PREFETCH", ("auto", "on", "off"))
 
 
+def cuda_driver() -> str | None:
+    """PDSCOPE_CUDA_DRIVER: path of the CUDA driver's library; unset: libcuda.so.1, where the system
+    finds it."""
+    return os.environ.get("PDSCOPE_CUDA_DRIVER") or None
+
+
 def dump_dir() -> Path | None:
     """PDSCOPE_DUMP: directory that receives NNN_pass.plan after every compiler pass."""
     value = os.environ.get("PDSCOPE_DUMP")

@@ -54,6 +54,7 @@ _ERRORS: dict[int, type[PdscopeError]] = {
     302: PlanError,
     303: TargetError,
     304: TargetError,
+    305: TargetError,
     PDS_ERR_CANCELLED: Cancelled,
 }
 

@@ -44,6 +44,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/ops_moe.c",
     "src/ops_net.c",
     "src/ops_predict.c",
+    "cuda/driver.c",
 )
 
 

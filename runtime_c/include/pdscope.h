@@ -52,10 +52,12 @@ enum {
   PDS_ERR_VERIFY = 302,    /* the verifier refused a program */
   PDS_ERR_CPU = 303,       /* the plan needs a CPU feature that is absent */
   PDS_ERR_ISA = 304,       /* PDSCOPE_ISA names a path that is unknown, not built, or not runnable here */
+  PDS_ERR_DRIVER = 305,    /* the CUDA driver is missing, too old, or finds no GPU */
   /* 4xx: execution */
   PDS_ERR_CANCELLED = 400, /* pds_cancel() stopped the step; the KV is at the last committed position */
   PDS_ERR_FORKED = 401,    /* the engine was created before os.fork() and used in the child */
-  PDS_ERR_BUSY = 402       /* another thread is inside pds_step() of the same session */
+  PDS_ERR_BUSY = 402,      /* another thread is inside pds_step() of the same session */
+  PDS_ERR_GPU = 403        /* the CUDA driver reports an error: the GPU's work is lost, load the plan again */
 };
 
 typedef struct pds_engine pds_engine;

@@ -39,9 +39,11 @@ const char *pds_status_name(pds_status status) {
   case PDS_ERR_VERIFY: return "verify";
   case PDS_ERR_CPU: return "cpu";
   case PDS_ERR_ISA: return "isa";
+  case PDS_ERR_DRIVER: return "driver";
   case PDS_ERR_CANCELLED: return "cancelled";
   case PDS_ERR_FORKED: return "forked";
   case PDS_ERR_BUSY: return "busy";
+  case PDS_ERR_GPU: return "gpu";
   default: return "unknown status";
   }
 }

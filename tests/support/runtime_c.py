@@ -174,7 +174,7 @@ def build(
         objects = [job.result() for job in jobs]
     binary = folder / "runtime-tests"
     link = [*compiler.command, *flags, "-pthread", *(("-static",) if static else ()), *objects]
-    _run([*link, "-lm", "-o", str(binary)])
+    _run([*link, "-lm", "-ldl", "-o", str(binary)])
     return TestProgram(binary, data)
 
 
