@@ -160,6 +160,30 @@ typedef struct pds_learned {
   uint64_t total;         /* out: tokens kept since the learner was switched on, replaced ones included */
 } pds_learned;
 
+/* --- costs: what plans decide by; all times are ns --- */
+enum { PDS_COST_KNOTS = 16 };
+
+/* ns by tokens: linear between knots (floor), the first knot's value below it, the last two knots'
+ * slope beyond. tokens and ns ascend. No knot: 0; one: constant. */
+typedef struct pds_cost_curve {
+  uint32_t n;
+  uint32_t tokens[PDS_COST_KNOTS];
+  int64_t ns[PDS_COST_KNOTS];
+} pds_cost_curve;
+
+typedef struct pds_costs {
+  int64_t io_start;    /* before the first byte of an idle link moves */
+  int64_t io_expert;   /* one expert over the link, while the CPU computes */
+  int64_t cpu_start;   /* of one parallel job of experts on the CPU, whatever is in it */
+  int64_t gpu_start;   /* of one submission of experts on the GPU */
+  int64_t predict;     /* the predictor's forward */
+  int64_t context_row; /* attention: for each (row, 1024 tokens of context) */
+  pds_cost_curve cpu_expert; /* what one expert of so many tokens adds to the CPU's job */
+  pds_cost_curve gpu_expert; /* and to a submission on the GPU */
+  pds_cost_curve attention;  /* norm, attention, norm, gate of one layer by rows of the step, at context 0 */
+  pds_cost_curve shared;     /* shared expert, by rows; no knot: none */
+} pds_costs;
+
 typedef struct pds_session_options {
   uint32_t max_seqs;  /* sequence ids run from 0 to max_seqs - 1; 0: 1 */
   uint32_t kv_tokens; /* KV capacity over all sequences, rounded up to whole blocks; 0: max_context */
