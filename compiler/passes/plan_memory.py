@@ -63,6 +63,7 @@ class MemoryPlan:
     kv_block_bytes: int
     weight_files: tuple[tuple[str, int], ...]
     layers: int
+    predict_rows: int  # rows of a step that predict, at most
     last_top_k: int  # experts a layer that are remembered of a sequence's last token
     program_bytes: int = 0
 
@@ -158,15 +159,16 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """Option: rows of the largest step (prefill chunk)."""
+    """Options: rows of the largest step (prefill chunk), and of it, those that predict."""
 
     max_rows: int
+    predict_rows: int = BATCH_ROWS
 
     def run(self, model: LoweredModel) -> MemoryPlan:
         rows = min(self.max_rows, model.max_context)
         logits = min(rows, max(BATCH_ROWS, LOGITS_BYTES // (4 * model.vocab)))
         buffers, offset = [], 0
-        for b in _buffers(model, rows, logits):
+        for b in _buffers(model, rows, logits, self.predict_rows):
             buffers.append(replace(b, offset=offset))
             offset += ceil_to(b.bytes, CACHE_LINE)
         return MemoryPlan(
@@ -181,6 +183,7 @@ class PlanMemory:
             kv_block_bytes=sum(_kv_layer(x.attn, model.act_bytes) for x in model.layers),
             weight_files=tuple((f.path, f.bytes) for f in model.files),
             layers=len(model.layers),
+            predict_rows=self.predict_rows,
             last_top_k=_top_k(model) if _predicts(model) else 0,
         )
 
@@ -200,7 +203,7 @@ class WriteMemory:
         return {workspace.write("memory.json", text): None}
 
 
-def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
+def _buffers(model: LoweredModel, rows: int, logits: int, predict: int) -> list[Buffer]:
     """Sizes as plan_desc.h states them, buffer by buffer, in the order of enum pds_buffer."""
     act = model.act_bytes
     attn = [x.attn for x in model.layers]
@@ -216,7 +219,7 @@ def _buffers(model: LoweredModel, rows: int, logits: int) -> list[Buffer]:
     dense = [x.dense.inter for x in model.layers if x.dense]
 
     predicts = _predicts(model)
-    ahead = few if predicts else 0
+    ahead = min(rows, predict) if predicts else 0
 
     def most(values: list[int], unit: int = 1) -> int:
         return max((ceil_to(v, unit) for v in values), default=0)

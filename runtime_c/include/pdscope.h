@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define PDS_ABI_VERSION 5
+#define PDS_ABI_VERSION 6
 
 /* clang-format off */
 #ifndef PDS_CDEF
@@ -77,6 +77,9 @@ typedef struct pds_engine_options {
   int32_t pin;          /* PDS_PIN_ON: each worker stays on one core, and so does the caller of pds_step within it */
   int32_t weights;      /* PDS_WEIGHTS_MMAP: page cache; PDS_WEIGHTS_COPY: huge pages; PDS_WEIGHTS_AUTO: copied if memory allows */
   int32_t cache_prefetch; /* PDS_CACHE_PREFETCH_AUTO: where steps are measured to gain by it */
+  int32_t gpu;            /* 0: everything runs on the CPU; n: with GPU n - 1, by the plan's programs for one */
+  const char *gpu_driver; /* the CUDA driver's library; NULL: libcuda.so.1 */
+  uint64_t gpu_mem;       /* bytes of its memory that may be used, sessions included; 0: all */
 } pds_engine_options;
 
 typedef struct pds_engine_info {
@@ -105,6 +108,29 @@ typedef struct pds_engine_info {
   const char *isa;        /* kernel path in use; lives as long as the library */
   const char *plan_hash;
 } pds_engine_info;
+
+/* A GPU of an engine. Bytes are of its memory. */
+typedef struct pds_gpu_info {
+  uint32_t present;       /* 0: everything runs on the CPU; nothing else is set then */
+  uint32_t resident;      /* experts that stay there */
+  uint32_t ring;          /* slots for those that come and go */
+  uint32_t pinned;        /* the weights lie in pinned memory; 0: copies are slow */
+  uint64_t cap, used;     /* what may be used, and is */
+  uint64_t weight_bytes;  /* of what is used: what is no expert, */
+  uint64_t slot_bytes;    /* and the experts' slots; the rest is sessions' */
+  uint64_t expert_bytes;  /* one slot */
+  const char *name;       /* of the device; lives as long as the engine */
+} pds_gpu_info;
+
+/* What crossed the link for one layer. */
+typedef struct pds_ledger {
+  uint64_t loads, load_bytes;     /* on demand */
+  uint64_t prefetches;            /* experts */
+  uint64_t useful_bytes;          /* prefetched, and then activated; */
+  uint64_t late_bytes;            /* of these, expected to come after the layer asked */
+  uint64_t wasted_bytes;          /* prefetched and not activated: what was sent of them */
+  uint64_t pauses;                /* times that prefetching for the layer turned itself off for a while */
+} pds_ledger;
 
 /* Cache prefetch of an engine, in steps of one row [0] and of 2 to 16 [1]. */
 typedef struct pds_cache_prefetch_info {
@@ -183,6 +209,15 @@ typedef struct pds_costs {
   pds_cost_curve attention;  /* norm, attention, norm, gate of one layer by rows of the step, at context 0 */
   pds_cost_curve shared;     /* shared expert, by rows; no knot: none */
 } pds_costs;
+
+/* How a GPU plan places experts. */
+typedef struct pds_schedule {
+  const char *policy;         /* "adaptsched", ...; NULL: that one */
+  const pds_costs *costs;
+  const uint32_t *popularity; /* [layers, experts of the layer that has most]; NULL: all alike */
+  const uint32_t *hit_q16;    /* [layers, 3]: hit rate of predictions for the layer, in decode, batch and
+                               * prefill, in 1/65536; NULL: not known */
+} pds_schedule;
 
 typedef struct pds_session_options {
   uint32_t max_seqs;  /* sequence ids run from 0 to max_seqs - 1; 0: 1 */
@@ -272,6 +307,13 @@ pds_status pds_engine_get_cache_prefetch(const pds_engine *engine, pds_cache_pre
  * predicts. Waits for a step that is running, so never from a tap; steps run on meanwhile. Results of steps
  * do not depend on predictors. */
 pds_status pds_engine_set_net(pds_engine *engine, uint32_t layer, uint32_t phase, const pds_net_desc *net);
+
+/* GPU plans: copies what decisions are made with; before the first step, and whenever it changes. Waits for a
+ * step that is running. Results of steps do not depend on it, beyond rounding on a real GPU. */
+pds_status pds_engine_set_schedule(pds_engine *engine, const pds_schedule *schedule);
+pds_status pds_engine_get_gpu(const pds_engine *engine, pds_gpu_info *out_info);
+pds_status pds_engine_get_ledger(pds_engine *engine, pds_ledger *out_layers); /* [layers]; waits for a step that is running */
+const char *pds_policies(void); /* comma-separated names, in the order of their numbers */
 
 /* From now on steps keep tokens of the layers where `wanted` [layers] is not 0; NULL: of none, and the memory
  * is freed. Waits for a step that is running, so never from a tap. */

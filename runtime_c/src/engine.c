@@ -115,11 +115,28 @@ static pds_status check_cpu(const pds_plan *plan) {
 
 /* --- life --- */
 
-static pds_status load_programs(pds_engine *engine, int dir_fd, unsigned char *program) {
+static pds_status load_programs(pds_engine *engine, int dir_fd, unsigned char *program,
+                                bool with_gpu) {
   const pds_plan *plan = engine->plan;
-  PDS_RETURN_IF_ERROR(pds_read_file(dir_fd, "program.bin", program, plan->program_bytes));
-  PDS_RETURN_IF_ERROR(pds_programs_open(program, plan->program_bytes, &engine->programs));
-  return pds_programs_verify(&engine->programs, plan);
+  const char *name = with_gpu ? "program.gpu.bin" : "program.bin";
+  uint64_t bytes = plan->program_bytes;
+  if (with_gpu) {
+    void *memory;
+    PDS_RETURN_IF_ERROR(pds_file_bytes(dir_fd, name, &bytes));
+    engine->gpu_program_bytes = pds_round_up(bytes ? bytes : 1, PDS_GRAIN);
+    PDS_RETURN_IF_ERROR(pds_map_anon(engine->gpu_program_bytes, "programs", &memory));
+    engine->gpu_programs = program = memory;
+  }
+  PDS_RETURN_IF_ERROR(pds_read_file(dir_fd, name, program, bytes));
+  PDS_RETURN_IF_ERROR(pds_programs_open(program, bytes, &engine->programs));
+  return pds_programs_verify(&engine->programs, plan, with_gpu);
+}
+
+static pds_status open_gpu(pds_engine *engine, const pds_engine_options *options) {
+  const pds_gpu_options gpu = {
+      .driver = options->gpu_driver, .device = options->gpu - 1, .cap = options->gpu_mem};
+  return pds_gpu_open(&gpu, engine->plan, &engine->programs, engine->files, engine->weights.copy,
+                      engine->weights.copy_bytes, &engine->gpu);
 }
 
 /* Why an engine that may choose leaves its workers to the scheduler; NULL: it pins them. Pinning
@@ -157,7 +174,7 @@ static pds_status start(pds_engine *engine, const pds_engine_layout *at, const p
   if (dir_fd < 0)
     return pds_fail(PDS_ERR_PLAN_FILE, "%.300s: %s; expected a plan directory", options->plan_dir,
                     strerror(errno));
-  pds_status status = load_programs(engine, dir_fd, arena + at->program);
+  pds_status status = load_programs(engine, dir_fd, arena + at->program, options->gpu != 0);
   if (status == PDS_OK)
     status =
         pds_pool_create(arena + at->pool, arena + at->workers, arena + at->stacks, engine->threads);
@@ -167,6 +184,7 @@ static pds_status start(pds_engine *engine, const pds_engine_layout *at, const p
     status = pds_weights_load(engine->plan, dir_fd, options->weights, host, engine->pool,
                               engine->files, &engine->weights);
   }
+  if (status == PDS_OK && options->gpu) status = open_gpu(engine, options);
   close(dir_fd);
   return status;
 }
@@ -184,6 +202,9 @@ static pds_status check_options(const pds_engine_options *options) {
       options->cache_prefetch > PDS_CACHE_PREFETCH_OFF)
     return pds_fail(PDS_ERR_ARGUMENT, "cache_prefetch %d: expected 0 (auto), 1 (on) or 2 (off)",
                     options->cache_prefetch);
+  if (options->gpu < 0)
+    return pds_fail(PDS_ERR_ARGUMENT, "gpu %d: expected 0 (none) or 1 + the GPU's number",
+                    options->gpu);
   return PDS_OK;
 }
 
@@ -235,6 +256,8 @@ void pds_engine_release(pds_engine *engine) {
   if (engine->pool && engine->pid == getpid()) pds_pool_destroy(engine->pool);
   pds_nets_free(engine);
   pds_learn_free(engine);
+  if (engine->pid == getpid()) pds_gpu_close(engine->gpu);
+  pds_unmap(engine->gpu_programs, engine->gpu_program_bytes);
   pds_weights_unload(engine->plan, engine->files, &engine->weights);
   pds_unmap(engine, engine->bytes);
 }

@@ -7,6 +7,7 @@
 #include <sys/types.h>
 
 #include "dispatch.h"
+#include "gpu.h"
 #include "kv.h"
 #include "learn.h"
 #include "llc.h"
@@ -28,6 +29,9 @@ struct pds_engine {
   pds_weights weights;
   uint64_t bytes;
   uint32_t threads, cores, nodes;
+  pds_gpu *gpu;       /* NULL: everything runs on the CPU */
+  void *gpu_programs; /* and those programs */
+  uint64_t gpu_program_bytes;
   pds_llc llc;
   pds_net_slot *_Atomic nets; /* [n_layers][2]; NULL: none was ever set */
   _Atomic uint64_t net_bytes, learner_bytes;
@@ -46,6 +50,7 @@ struct pds_session {
   pds_engine *engine;
   pds_kv kv;
   unsigned char *scratch;
+  pds_gpu_session gpu;
   uint32_t *logit_rows; /* [max_logits] */
   unsigned char *last;  /* [max_seqs][pds_last_bytes]; NULL: the plan has no predictor */
   uint64_t bytes;

@@ -5,6 +5,7 @@
 
 #include <stdbool.h>
 
+#include "gpu.h"
 #include "learn.h"
 #include "panels.h"
 
@@ -12,6 +13,7 @@ typedef struct exec {
   pds_session *session;
   pds_step_ctx *ctx;
   const pds_program *program;
+  pds_gpu_step *gpu;                    /* NULL: the plan runs on the CPU */
   uint64_t events[PDS_MAX_INSTRS / 64]; /* bit i: instruction i of the program is done */
 } exec;
 
@@ -81,7 +83,20 @@ static void count_experts(exec *e, const pds_hole *holes, uint32_t n) {
   e->session->experts_activated += n;
 }
 
+static pds_status compute_with_gpu(exec *e, const pds_instr *in, uint32_t *out_experts) {
+  pds_step_ctx *ctx = e->ctx;
+  PDS_RETURN_IF_ERROR(pds_gpu_instr(e->gpu, e->program, in, out_experts));
+  if (in->opcode != PDS_OP_RECOMPILE) return PDS_OK;
+  const uint32_t layer = (uint32_t)e->program->layer;
+  e->session->expert_rows += (uint64_t)ctx->rows * e->program->top_k;
+  e->session->experts_activated += ctx->n_cpu_holes + e->gpu->n_holes;
+  pds_learn_routed(ctx, layer);
+  pds_op_remember(ctx, layer);
+  return PDS_OK;
+}
+
 static pds_status compute(exec *e, const pds_instr *in, uint32_t *out_experts) {
+  if (e->gpu) return compute_with_gpu(e, in, out_experts);
   pds_step_ctx *ctx = e->ctx;
   uint32_t layer = (uint32_t)e->program->layer;
   pds_hole *holes;
@@ -125,7 +140,12 @@ static pds_status compute(exec *e, const pds_instr *in, uint32_t *out_experts) {
   }
 }
 
-static void tap(const exec *e, const pds_instr *in, uint32_t index) {
+/* What an instruction left on the GPU, brought here for the tap to see. */
+static pds_status fetch(const exec *e, pds_buffer buffer, uint64_t bytes) {
+  return e->gpu ? pds_gpu_fetch(e->gpu, buffer, bytes) : PDS_OK;
+}
+
+static pds_status tap(const exec *e, const pds_instr *in, uint32_t index) {
   const pds_step_ctx *ctx = e->ctx;
   uint32_t pitch = (ctx->plan->hidden + 31) / 32 * 32;
   pds_tap_event event = {.layer = e->program->layer,
@@ -140,13 +160,17 @@ static void tap(const exec *e, const pds_instr *in, uint32_t index) {
   case PDS_OP_COMBINE:
     event.data = pds_buf(ctx, PDS_BUF_HID);
     event.cols = pitch;
+    PDS_RETURN_IF_ERROR(fetch(e, PDS_BUF_HID, 4 * (uint64_t)pitch * event.rows));
     break;
   case PDS_OP_NORM:
     event.data = pds_buf(ctx, PDS_BUF_XN);
     event.cols = pitch;
     if (in->arg == PDS_NORM_FINAL) event.rows = ctx->n_logits;
+    PDS_RETURN_IF_ERROR(fetch(e, PDS_BUF_XN, 4 * (uint64_t)pitch * event.rows));
     break;
   case PDS_OP_GATE:
+    PDS_RETURN_IF_ERROR(fetch(e, PDS_BUF_ROUTE_ID, 4 * (uint64_t)e->program->top_k * event.rows));
+    PDS_RETURN_IF_ERROR(fetch(e, PDS_BUF_ROUTE_W, 4 * (uint64_t)e->program->top_k * event.rows));
     event.data = pds_buf(ctx, PDS_BUF_ROUTE_W);
     event.ids = pds_buf(ctx, PDS_BUF_ROUTE_ID);
     event.cols = e->program->top_k;
@@ -160,10 +184,12 @@ static void tap(const exec *e, const pds_instr *in, uint32_t index) {
     event.data = pds_buf(ctx, PDS_BUF_LOGITS);
     event.cols = ctx->plan->vocab;
     event.rows = ctx->n_logits;
+    PDS_RETURN_IF_ERROR(fetch(e, PDS_BUF_LOGITS, 4 * (uint64_t)event.cols * event.rows));
     break;
   default: break;
   }
   e->session->tap(e->session->tap_user, &event);
+  return PDS_OK;
 }
 
 static pds_status check_waits(const exec *e, const pds_instr *in, uint32_t index) {
@@ -189,8 +215,8 @@ static pds_status check_instr(const exec *e, const pds_instr *in, uint32_t index
 }
 
 /* After it: its event, statistics and record. `end` is 0 without a trace. */
-static void retire(exec *e, const pds_instr *in, uint32_t index, uint32_t experts, uint64_t begin,
-                   uint64_t end) {
+static pds_status retire(exec *e, const pds_instr *in, uint32_t index, uint32_t experts,
+                         uint64_t begin, uint64_t end) {
   pds_session *s = e->session;
   e->events[index / 64] |= (uint64_t)1 << index % 64;
   uint64_t bytes = weight_bytes(e, in, experts);
@@ -207,11 +233,12 @@ static void retire(exec *e, const pds_instr *in, uint32_t index, uint32_t expert
                                .experts = experts};
     pds_trace_add(&s->trace, &record);
   }
-  if (s->tap) tap(e, in, index);
+  return s->tap ? tap(e, in, index) : PDS_OK;
 }
 
 static uint64_t trace_now(const exec *e) {
-  return e->session->trace.records ? pds_now_ns() : 0;
+  if (!e->session->trace.records) return 0;
+  return e->gpu ? pds_gpu_now(e->gpu->gpu) : pds_now_ns();
 }
 
 static pds_status run_instr(exec *e, const pds_instr *in, uint32_t index) {
@@ -219,8 +246,7 @@ static pds_status run_instr(exec *e, const pds_instr *in, uint32_t index) {
   const uint64_t begin = trace_now(e);
   uint32_t experts = 0;
   PDS_RETURN_IF_ERROR(compute(e, in, &experts));
-  retire(e, in, index, experts, begin, trace_now(e));
-  return PDS_OK;
+  return retire(e, in, index, experts, begin, trace_now(e));
 }
 
 /* A shared expert and then all routed experts, which does not wait for it: one parallel job. */
@@ -243,17 +269,17 @@ static pds_status run_pair(exec *e, const pds_instr *in, uint32_t index) {
   count_experts(e, holes, experts);
   pds_op_shared_and_expert(e->ctx, (uint32_t)e->program->layer, holes, experts);
   const uint64_t end = trace_now(e);
-  retire(e, in, index, 0, begin, end);
-  retire(e, in + 1, index + 1, experts, begin, end);
-  return PDS_OK;
+  PDS_RETURN_IF_ERROR(retire(e, in, index, 0, begin, end));
+  return retire(e, in + 1, index + 1, experts, begin, end);
 }
 
-static pds_status run_program(pds_session *session, pds_step_ctx *ctx, const pds_program *program) {
-  exec e = {.session = session, .ctx = ctx, .program = program};
+static pds_status run_program(pds_session *session, pds_step_ctx *ctx, pds_gpu_step *gpu,
+                              const pds_program *program) {
+  exec e = {.session = session, .ctx = ctx, .program = program, .gpu = gpu};
   const pds_instr *instrs = pds_program_instrs(&session->engine->programs, program);
   ctx->n_cpu_holes = ctx->n_llc_holes = 0;
   for (uint32_t i = 0; i < program->n_instrs; i++) {
-    if (i + 1 < program->n_instrs && is_pair(&instrs[i], i)) {
+    if (!gpu && i + 1 < program->n_instrs && is_pair(&instrs[i], i)) {
       PDS_RETURN_IF_ERROR(run_pair(&e, &instrs[i], i));
       i++;
     } else {
@@ -263,17 +289,31 @@ static pds_status run_program(pds_session *session, pds_step_ctx *ctx, const pds
   return PDS_OK;
 }
 
-pds_status pds_exec_step(pds_session *session, pds_step_ctx *ctx) {
+static pds_status run_programs(pds_session *session, pds_step_ctx *ctx, pds_gpu_step *gpu,
+                               uint32_t phase) {
   const pds_programs *programs = &session->engine->programs;
-  int32_t phase = pds_programs_phase(programs, ctx->rows);
+  PDS_RETURN_IF_ERROR(run_program(session, ctx, gpu, pds_programs_prologue(programs, phase)));
+  for (uint32_t layer = 0; layer < ctx->plan->n_layers; layer++)
+    PDS_RETURN_IF_ERROR(run_program(session, ctx, gpu, pds_programs_layer(programs, phase, layer)));
+  if (ctx->n_logits == 0) return PDS_OK;
+  return run_program(session, ctx, gpu, pds_programs_epilogue(programs, phase));
+}
+
+pds_status pds_exec_step(pds_session *session, pds_step_ctx *ctx) {
+  const int32_t phase = pds_programs_phase(&session->engine->programs, ctx->rows);
+  pds_gpu *gpu = session->engine->gpu;
   if (phase < 0)
     return pds_fail(PDS_ERR_BATCH, "the plan has no programs for a step of %u rows", ctx->rows);
   session->llc.predicted = 0; /* a step that failed may have left a list */
-  pds_op_rope_table(ctx);
-  PDS_RETURN_IF_ERROR(run_program(session, ctx, pds_programs_prologue(programs, (uint32_t)phase)));
-  for (uint32_t layer = 0; layer < ctx->plan->n_layers; layer++)
-    PDS_RETURN_IF_ERROR(
-        run_program(session, ctx, pds_programs_layer(programs, (uint32_t)phase, layer)));
-  if (ctx->n_logits == 0) return PDS_OK;
-  return run_program(session, ctx, pds_programs_epilogue(programs, (uint32_t)phase));
+  if (!gpu) {
+    pds_op_rope_table(ctx);
+    return run_programs(session, ctx, NULL, (uint32_t)phase);
+  }
+  pds_gpu_step step;
+  PDS_RETURN_IF_ERROR(pds_gpu_enter(gpu));
+  pds_status status = pds_gpu_begin(gpu, &session->gpu, ctx, &step);
+  if (status == PDS_OK) status = run_programs(session, ctx, &step, (uint32_t)phase);
+  status = pds_gpu_end(&step, status);
+  pds_gpu_leave(gpu);
+  return status;
 }

@@ -44,6 +44,12 @@ static unsigned char *block_at(const pds_kv *kv, uint32_t block) {
   return kv->data + block * kv->plan->kv_block_bytes;
 }
 
+static pds_status copy_block(const pds_kv *kv, void *to, const void *from, pds_kv_way way) {
+  if (kv->copy) return kv->copy(kv->user, to, from, kv->plan->kv_block_bytes, way);
+  memcpy(to, from, kv->plan->kv_block_bytes);
+  return PDS_OK;
+}
+
 static uint32_t blocks_for(const pds_kv *kv, uint32_t tokens) {
   return tokens / kv->plan->kv_block + (tokens % kv->plan->kv_block != 0);
 }
@@ -118,7 +124,12 @@ static pds_status extend(pds_kv *kv, int32_t seq) {
   if (length % kv->plan->kv_block != 0 && kv->refs[row[held - 1]] > 1) {
     uint32_t copy = take(kv);
     if (copy == PDS_NO_BLOCK) return full(kv);
-    memcpy(block_at(kv, copy), block_at(kv, row[held - 1]), kv->plan->kv_block_bytes);
+    const pds_status status =
+        copy_block(kv, block_at(kv, copy), block_at(kv, row[held - 1]), PDS_KV_WITHIN);
+    if (status != PDS_OK) {
+      release(kv, &copy);
+      return status;
+    }
     release(kv, &row[held - 1]);
     row[held - 1] = copy;
   }
@@ -179,12 +190,13 @@ pds_status pds_kv_fork(pds_kv *kv, int32_t src, int32_t dst) {
     to[b] = from[b];
     kv->refs[from[b]]++;
   }
-  if (partial) {
-    to[whole] = take(kv);
-    memcpy(block_at(kv, to[whole]), block_at(kv, from[whole]), kv->plan->kv_block_bytes);
-  }
   kv->length[dst] = length;
-  return PDS_OK;
+  if (!partial) return PDS_OK;
+  to[whole] = take(kv);
+  const pds_status status =
+      copy_block(kv, block_at(kv, to[whole]), block_at(kv, from[whole]), PDS_KV_WITHIN);
+  if (status != PDS_OK) drop(kv, dst, 0);
+  return status;
 }
 
 /* --- save and restore --- */
@@ -220,7 +232,7 @@ pds_status pds_kv_save(const pds_kv *kv, int32_t seq, void *buffer, uint64_t byt
   strncpy(header.plan_hash, plan->plan_hash, sizeof header.plan_hash - 1);
   unsigned char *to = (unsigned char *)buffer + sizeof header;
   for (uint32_t b = 0; b < blocks_for(kv, kv->length[seq]); b++, to += plan->kv_block_bytes) {
-    memcpy(to, block_at(kv, row_of(kv, seq)[b]), plan->kv_block_bytes);
+    PDS_RETURN_IF_ERROR(copy_block(kv, to, block_at(kv, row_of(kv, seq)[b]), PDS_KV_OUT));
     header.payload_crc = pds_crc32(header.payload_crc, to, plan->kv_block_bytes);
   }
   header.header_crc = header_crc(&header);
@@ -269,10 +281,14 @@ pds_status pds_kv_restore(pds_kv *kv, int32_t seq, const void *buffer, uint64_t 
   uint32_t blocks = blocks_for(kv, header.tokens);
   if (free_without(kv, seq) < blocks) return full(kv);
   drop(kv, seq, 0);
-  for (uint32_t b = 0; b < blocks; b++, payload += kv->plan->kv_block_bytes) {
-    row_of(kv, seq)[b] = take(kv);
-    memcpy(block_at(kv, row_of(kv, seq)[b]), payload, kv->plan->kv_block_bytes);
-  }
+  for (uint32_t b = 0; b < blocks; b++) row_of(kv, seq)[b] = take(kv);
   kv->length[seq] = header.tokens;
+  for (uint32_t b = 0; b < blocks; b++, payload += kv->plan->kv_block_bytes) {
+    const pds_status status = copy_block(kv, block_at(kv, row_of(kv, seq)[b]), payload, PDS_KV_IN);
+    if (status != PDS_OK) {
+      drop(kv, seq, 0);
+      return status;
+    }
+  }
   return PDS_OK;
 }

@@ -12,6 +12,8 @@
 
 #define PDS_NO_BLOCK UINT32_MAX
 
+typedef enum pds_kv_way { PDS_KV_WITHIN, PDS_KV_OUT, PDS_KV_IN } pds_kv_way;
+
 typedef struct pds_kv {
   const pds_plan *plan;
   uint32_t max_seqs, seq_blocks;
@@ -22,6 +24,9 @@ typedef struct pds_kv {
   uint32_t *refs;      /* [blocks] sequences that hold the block */
   uint32_t *free_list; /* [n_free] stack */
   unsigned char *data;
+  /* How blocks are copied: NULL: memcpy; else `data` is an address that only this can use. */
+  pds_status (*copy)(void *user, void *to, const void *from, uint64_t bytes, pds_kv_way way);
+  void *user;
 } pds_kv;
 
 void pds_kv_init(pds_kv *kv, const pds_plan *plan, uint32_t max_seqs, unsigned char *arena,

@@ -64,6 +64,14 @@ pds_status pds_open_file(int dir_fd, const char *path, uint64_t bytes, int *out_
   return PDS_OK;
 }
 
+pds_status pds_file_bytes(int dir_fd, const char *path, uint64_t *out_bytes) {
+  struct stat st;
+  if (fstatat(dir_fd, path, &st, 0) != 0)
+    return pds_fail(PDS_ERR_PLAN_FILE, "%s: %s; compile the plan again", path, strerror(errno));
+  *out_bytes = (uint64_t)st.st_size;
+  return PDS_OK;
+}
+
 pds_status pds_map_file(int dir_fd, const char *path, uint64_t bytes, const void **out) {
   int fd;
   PDS_RETURN_IF_ERROR(pds_open_file(dir_fd, path, bytes, &fd));

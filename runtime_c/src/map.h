@@ -17,6 +17,9 @@ void pds_advise_huge(void *base, uint64_t bytes);
 /* Opens the regular file `path`, relative to the directory `dir_fd`. Its size must be `bytes`. */
 pds_status pds_open_file(int dir_fd, const char *path, uint64_t bytes, int *out_fd);
 
+/* Size of the regular file `path`, relative to the directory `dir_fd`. */
+pds_status pds_file_bytes(int dir_fd, const char *path, uint64_t *out_bytes);
+
 /* Maps all of the regular file `path`, relative to the directory `dir_fd`, read-only. Its size must
  * be `bytes`. */
 pds_status pds_map_file(int dir_fd, const char *path, uint64_t bytes, const void **out);

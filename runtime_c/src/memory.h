@@ -18,6 +18,8 @@
  *                  + r64(4 * max_logits) + max_seqs * last
  *     last       = r64(4 + 2 * n_layers * last_top_k) in plans with a predictor, else 0
  *
+ *   on a GPU plan without the KV blocks, which lie on the GPU; gpu.c says what else it takes
+ *
  *   predictors, each in one mmap of its own, as they are set (nets.c)
  *   tokens for the learner, one mmap, when it is switched on (learn.h)
  *
@@ -93,7 +95,7 @@ typedef struct pds_session_layout {
 } pds_session_layout;
 
 static inline pds_session_layout pds_layout_session(const pds_plan *plan, uint32_t max_seqs,
-                                                    uint32_t kv_tokens) {
+                                                    uint32_t kv_tokens, int kv_on_host) {
   pds_session_layout at;
   at.seq_blocks = (uint32_t)(pds_round_up(plan->max_context, plan->kv_block) / plan->kv_block);
   at.kv_blocks = (uint32_t)(pds_round_up(kv_tokens, plan->kv_block) / plan->kv_block);
@@ -106,7 +108,8 @@ static inline pds_session_layout pds_layout_session(const pds_plan *plan, uint32
   at.logit_rows = at.free_list + pds_round_up(4 * (uint64_t)at.kv_blocks, 64);
   at.last = at.logit_rows + pds_round_up(4 * (uint64_t)plan->max_logits, 64);
   at.kv = at.last + max_seqs * pds_last_bytes(plan);
-  at.total = pds_round_up(at.kv + at.kv_blocks * plan->kv_block_bytes, PDS_GRAIN);
+  at.total =
+      pds_round_up(at.kv + (kv_on_host ? at.kv_blocks * plan->kv_block_bytes : 0), PDS_GRAIN);
   return at;
 }
 

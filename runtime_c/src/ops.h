@@ -28,6 +28,8 @@ struct pds_gemm_job {
   void (*select)(const pds_gemm_job *job, uint32_t i, pds_gemm *gemm); /* NULL: count is 1 */
   const void *arg, *arg2;                                              /* of select */
   size_t x_step, y_step;                                               /* of select */
+  const void *user;                                                    /* of select */
+  uint64_t first;                                                      /* of select */
   uint32_t rows_each; /* rows of one matrix, about, where `select` says how many; 0: gemm.rows */
   uint32_t gathers;   /* `select` sets x_index */
   uint32_t x_rows;    /* rows of x in all, where `select` or the indices choose among them */

@@ -134,10 +134,19 @@ void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer) {
   ctx->n_cpu_holes = bound;
 }
 
+/* Points g->w, that of expert 0, to hole i's. An expert is one blob: gate_up, then down. */
+static void select_expert(const pds_gemm_job *job, uint32_t i, pds_gemm *g) {
+  const pds_step_ctx *ctx = job->user;
+  if (ctx->blobs)
+    g->w = ctx->blobs[i] + (job->w->offset - job->first);
+  else
+    g->w = (const unsigned char *)g->w + ((const pds_hole *)job->arg + i)->expert * job->w->stride;
+}
+
 /* Matrix i of either stage is that of hole i. MID rows are in the order of EXPERT_ROWS. */
 static void select_gate_up(const pds_gemm_job *job, uint32_t i, pds_gemm *g) {
   const pds_hole *hole = (const pds_hole *)job->arg + i;
-  g->w = (const unsigned char *)g->w + hole->expert * job->w->stride;
+  select_expert(job, i, g);
   g->x_index = (const int32_t *)job->arg2 + hole->first;
   g->y = (unsigned char *)g->y + hole->first * job->y_step;
   g->rows = hole->rows;
@@ -145,7 +154,7 @@ static void select_gate_up(const pds_gemm_job *job, uint32_t i, pds_gemm *g) {
 
 static void select_down(const pds_gemm_job *job, uint32_t i, pds_gemm *g) {
   const pds_hole *hole = (const pds_hole *)job->arg + i;
-  g->w = (const unsigned char *)g->w + hole->expert * job->w->stride;
+  select_expert(job, i, g);
   g->x = (const unsigned char *)g->x + hole->first * job->x_step;
   g->y_index = (const int32_t *)job->arg2 + hole->first;
   g->rows = hole->rows;
@@ -182,6 +191,8 @@ static pds_mlp_job routed_of(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes,
     both[i]->rows_each = all / n_holes;
     both[i]->arg = holes;
     both[i]->arg2 = rows;
+    both[i]->user = ctx;
+    both[i]->first = l->experts.gate_up.offset;
   }
   return job;
 }
@@ -210,9 +221,14 @@ static void combine_row(void *arg, uint32_t row, uint32_t worker) {
   pds_step_ctx *ctx = job->ctx;
   const uint32_t n = ctx->plan->hidden, stride = pds_ceil(n, 32), k = job->layer->gate.top_k;
   float *hid = (float *)pds_buf(ctx, PDS_BUF_HID) + (size_t)row * stride;
-  const float *out = (const float *)pds_buf(ctx, PDS_BUF_EXPERT_OUT) + (size_t)row * k * stride;
+  const size_t at = (size_t)row * k * stride;
+  const float *out = (const float *)pds_buf(ctx, PDS_BUF_EXPERT_OUT) + at;
   const float *weight = (const float *)pds_buf(ctx, PDS_BUF_ROUTE_W) + (size_t)row * k;
-  for (uint32_t r = 0; r < k; r++) ctx->kernels->axpy(weight[r], out + (size_t)r * stride, hid, n);
+  const int32_t *id = (const int32_t *)pds_buf(ctx, PDS_BUF_ROUTE_ID) + (size_t)row * k;
+  for (uint32_t r = 0; r < k; r++) {
+    const float *from = ctx->on_gpu && !ctx->on_gpu[id[r]] ? ctx->cpu_out + at : out;
+    ctx->kernels->axpy(weight[r], from + (size_t)r * stride, hid, n);
+  }
   if (job->shared) {
     ctx->kernels->axpy(1, (const float *)pds_buf(ctx, PDS_BUF_SHARED_OUT) + (size_t)row * stride,
                        hid, n);

@@ -74,7 +74,8 @@ static void first_row(void *arg, uint32_t row, uint32_t worker) {
                {PDS_NET_PREVIOUS_NEXT, PDS_BUF_NET_NEXT, next}};
   for (uint32_t i = 0, part = 0; i < 3; i++) {
     if (!(net->blocks & parts[i].block)) continue;
-    const size_t at = (size_t)row * parts[i].k;
+    /* the layer's own routing is that of all rows */
+    const size_t at = (size_t)row * (i == 0 ? ctx->predict_step : 1) * parts[i].k;
     const float *w = i == 0 ? (const float *)pds_buf(ctx, PDS_BUF_ROUTE_W) + at : NULL;
     add_features(net, part++, (const int32_t *)pds_buf(ctx, parts[i].ids) + at, w, parts[i].k, u);
   }
@@ -114,16 +115,20 @@ static void last_row(void *arg, uint32_t row, uint32_t worker) {
 
 int pds_net_first(pds_step_ctx *ctx, const pds_net *net, pds_gemm_job *out_job) {
   if (net->in.dtype == PDS_NONE) return 0;
-  const uint32_t stride = pds_ceil(ctx->plan->hidden, 32);
+  const uint32_t stride = pds_ceil(ctx->plan->hidden, 32), rows = pds_predicting(ctx);
   const void *x = pds_buf(ctx, PDS_BUF_XACT);
+  size_t x_stride = (size_t)stride * ctx->predict_step;
   if (ctx->plan->act_dtype != PDS_BF16) {
-    x = pds_buf(ctx, PDS_BUF_NET_X);
-    ctx->kernels->bf16.convert(pds_buf(ctx, PDS_BUF_XN), pds_buf(ctx, PDS_BUF_NET_X),
-                               ctx->rows * stride);
+    const float *from = pds_buf(ctx, PDS_BUF_XN);
+    uint16_t *to = pds_buf(ctx, PDS_BUF_NET_X);
+    for (uint32_t row = 0; row < rows; row++)
+      ctx->kernels->bf16.convert(from + row * x_stride, to + (size_t)row * stride, stride);
+    x = to;
+    x_stride = stride;
   }
-  *out_job = pds_gemm_at(ctx, &net->in, pds_net_data(net, &net->in), x, stride,
+  *out_job = pds_gemm_at(ctx, &net->in, pds_net_data(net, &net->in), x, x_stride,
                          pds_buf(ctx, PDS_BUF_NET_U), pds_ceil(pds_net_columns(net), PDS_LANES),
-                         ctx->rows, PDS_OUT_F32);
+                         rows, PDS_OUT_F32);
   out_job->gemm.bias = net->bias;
   return 1;
 }
@@ -131,7 +136,7 @@ int pds_net_first(pds_step_ctx *ctx, const pds_net *net, pds_gemm_job *out_job) 
 static void run_matrix(pds_step_ctx *ctx, const pds_net *net, const pds_tensor *w) {
   pds_gemm_job gemm = pds_gemm_at(ctx, w, pds_net_data(net, w), pds_buf(ctx, PDS_BUF_NET_H),
                                   pds_ceil(net->width, 32), pds_buf(ctx, PDS_BUF_NET_V),
-                                  stride_v(net), 2 * ctx->rows, PDS_OUT_F32);
+                                  stride_v(net), 2 * pds_predicting(ctx), PDS_OUT_F32);
   pds_run_gemms(ctx, &gemm);
 }
 
@@ -141,13 +146,13 @@ void pds_net_rest(pds_step_ctx *ctx, uint32_t layer, const pds_net *net) {
                  .net = net,
                  .gate = &l->gate,
                  .target = &ctx->plan->layers[l->predictor.target].gate};
-  pds_run_rows(ctx, first_row, &job, ctx->rows, PDS_FEW_ROWS);
+  pds_run_rows(ctx, first_row, &job, pds_predicting(ctx), PDS_FEW_ROWS);
   if (net->deep) {
     run_matrix(ctx, net, &net->block);
-    pds_run_rows(ctx, block_row, &job, ctx->rows, PDS_FEW_ROWS);
+    pds_run_rows(ctx, block_row, &job, pds_predicting(ctx), PDS_FEW_ROWS);
   }
   if (net->width) run_matrix(ctx, net, &net->out);
-  pds_run_rows(ctx, last_row, &job, ctx->rows, PDS_FEW_ROWS);
+  pds_run_rows(ctx, last_row, &job, pds_predicting(ctx), PDS_FEW_ROWS);
 }
 
 /* The row before `row` of its sequence; `row` itself: it is in no row of this step. */
@@ -164,7 +169,7 @@ void pds_net_previous(pds_step_ctx *ctx, uint32_t layer) {
   const uint32_t next_k = ctx->plan->layers[target].gate.top_k;
   const int32_t *routed = pds_buf(ctx, PDS_BUF_ROUTE_ID);
   int32_t *prev = pds_buf(ctx, PDS_BUF_NET_PREV), *next = pds_buf(ctx, PDS_BUF_NET_NEXT);
-  for (uint32_t row = 0; row < ctx->rows; row++, prev += k, next += next_k) {
+  for (uint32_t row = 0; row < ctx->rows; row += ctx->predict_step, prev += k, next += next_k) {
     const int32_t seq = ctx->seq[row];
     const uint32_t before = row_before(ctx, row), length = ctx->length[seq];
     const int known = length && *pds_last_length(ctx->last, ctx->plan, seq) == length;
@@ -195,7 +200,7 @@ pds_status pds_net_check(const pds_plan *plan) {
     if (l->gate.top_k > top_k) top_k = l->gate.top_k;
   }
   if (!predicts) return PDS_OK;
-  const uint64_t rows = plan->max_rows < PDS_PREDICT_ROWS ? plan->max_rows : PDS_PREDICT_ROWS;
+  const uint64_t rows = plan->max_rows < plan->predict_rows ? plan->max_rows : plan->predict_rows;
   const uint64_t lanes = pds_ceil(experts, PDS_LANES), w = PDS_NET_WIDTH;
   const struct {
     pds_buffer buffer;

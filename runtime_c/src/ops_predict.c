@@ -15,7 +15,7 @@ typedef struct predict_job {
 static void predict_item(void *arg, uint32_t item, uint32_t worker) {
   const predict_job *job = arg;
   pds_step_ctx *ctx = job->ctx;
-  if (item >= ctx->rows) {
+  if (job->gate && item >= ctx->rows) {
     pds_route_row(ctx, job->gate, worker, item - ctx->rows);
     return;
   }
@@ -56,12 +56,20 @@ static const pds_gate *target_of(const pds_step_ctx *ctx, uint32_t layer) {
   return &ctx->plan->layers[ctx->plan->layers[layer].predictor.target].gate;
 }
 
-/* By the gate alone: a net also reads the layer's routing, which may not be known yet. */
+/* The target's gate on the rows that predict. */
+static pds_gemm_job cross_gate(pds_step_ctx *ctx, const pds_gate *target) {
+  pds_gemm_job job = pds_gate_of(ctx, target, pds_buf(ctx, PDS_BUF_PREDICT));
+  job.gemm.x_stride *= ctx->predict_step;
+  job.gemm.rows = pds_predicting(ctx);
+  return job;
+}
+
 void pds_op_predict(pds_step_ctx *ctx, uint32_t layer) {
   predict_job job = {.ctx = ctx, .target = target_of(ctx, layer)};
-  pds_gemm_job gemm = pds_gate_of(ctx, job.target, pds_buf(ctx, PDS_BUF_PREDICT));
-  pds_run_gemms(ctx, &gemm);
-  pds_run_rows(ctx, predict_item, &job, ctx->rows, PDS_FEW_ROWS);
+  const pds_net *net = pds_net_of(ctx, layer);
+  if (net) pds_net_previous(ctx, layer);
+  pds_op_predict_logits(ctx, layer);
+  pds_run_rows(ctx, net ? choose_item : predict_item, &job, pds_predicting(ctx), PDS_FEW_ROWS);
 }
 
 void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer) {
@@ -89,7 +97,7 @@ void pds_op_predict_logits(pds_step_ctx *ctx, uint32_t layer) {
   const pds_net *net = pds_net_of(ctx, layer);
   pds_gemm_job gemm;
   if (!net) {
-    gemm = pds_gate_of(ctx, target_of(ctx, layer), pds_buf(ctx, PDS_BUF_PREDICT));
+    gemm = cross_gate(ctx, target_of(ctx, layer));
     pds_run_gemms(ctx, &gemm);
     return;
   }
@@ -99,7 +107,7 @@ void pds_op_predict_logits(pds_step_ctx *ctx, uint32_t layer) {
 
 void pds_op_bind_llc(pds_step_ctx *ctx, uint32_t layer, uint32_t capacity) {
   const pds_gate *target = target_of(ctx, layer);
-  const uint32_t n = ctx->rows * target->top_k;
+  const uint32_t n = pds_predicting(ctx) * target->top_k;
   const int32_t *id = pds_buf(ctx, PDS_BUF_PREDICT_ID);
   const float *weight = pds_buf(ctx, PDS_BUF_PREDICT_W);
   float *sum = pds_buf(ctx, PDS_BUF_PREDICT); /* scores have served */

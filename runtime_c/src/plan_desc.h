@@ -66,7 +66,7 @@ typedef struct pds_attention {
   pds_tensor o_proj, o_bias;
 } pds_attention;
 
-typedef enum pds_score { PDS_SOFTMAX = 0, PDS_SIGMOID = 1 } pds_score;
+typedef enum pds_gate_score { PDS_SOFTMAX = 0, PDS_SIGMOID = 1 } pds_gate_score;
 typedef enum pds_group_score {
   PDS_GROUP_NONE = 0,
   PDS_GROUP_MAX = 1,
@@ -75,7 +75,7 @@ typedef enum pds_group_score {
 
 typedef struct pds_gate {
   uint32_t experts, top_k;
-  uint8_t score;       /* pds_score */
+  uint8_t score;       /* pds_gate_score */
   uint8_t group_score; /* pds_group_score */
   uint8_t normalise;   /* chosen weights divided by (their sum + norm_eps) */
   uint8_t mask_zero;   /* masked groups score 0 (DeepSeek-V2) instead of -inf (DeepSeek-V3) */
@@ -103,7 +103,7 @@ typedef enum pds_predictor_kind {
 } pds_predictor_kind;
 
 enum {
-  PDS_PREDICT_ROWS = 16, /* rows of the largest step that predicts */
+  PDS_PREDICT_ROWS = 16, /* rows of the largest step in which each row predicts; on a CPU, of any */
   PDS_NET_WIDTH = 1024   /* hidden units of the widest net (net.h) */
 };
 
@@ -159,7 +159,7 @@ typedef enum pds_buffer {
   PDS_BUF_LOGITS,     /* fp32 [L, vocab] */
   /* int8 and int4 plans: the rows that a GEMM reads, quantised; row bytes: pds_quant_bytes */
   PDS_BUF_XQ,
-  /* Plans with a predictor; P = min(R, PDS_PREDICT_ROWS).
+  /* Plans with a predictor; P = min(R, predict_rows).
    * fp32 [P, ceil16(max experts)] logits of the target's experts, then scores */
   PDS_BUF_PREDICT,
   PDS_BUF_PREDICT_ID, /* i32  [P, max top_k] the target's experts that each row is to choose */
@@ -188,7 +188,8 @@ typedef struct pds_plan {
   uint8_t act_dtype; /* PDS_F32 or PDS_BF16: GEMM inputs and KV cache */
   uint32_t hidden, vocab, n_layers;
   uint32_t max_context, max_rows, max_logits, kv_block;
-  uint32_t kv_split; /* context tokens per split of decode attention */
+  uint32_t kv_split;     /* context tokens per split of decode attention */
+  uint32_t predict_rows; /* rows that predict, at most: of larger steps a sample */
   /* experts a layer that are remembered of a sequence's last token: max top_k; 0: no predictor */
   uint32_t last_top_k;
   const pds_file *files;

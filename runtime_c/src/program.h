@@ -10,6 +10,7 @@
 #ifndef PDS_PROGRAM_H
 #define PDS_PROGRAM_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "pds_isa.h"
@@ -98,8 +99,9 @@ pds_status pds_programs_open(const void *bytes, uint64_t n, pds_programs *out_pr
 
 /* Applies the verifier's rules (ir/verify.py holds their prose) to every program and phase,
  * then checks that the programs are those of `plan` (layers, experts, row counts) and need
- * nothing but the CPU. PDS_ERR_VERIFY, with "program:line: Vn: message". */
-pds_status pds_programs_verify(const pds_programs *programs, const pds_plan *plan);
+ * nothing but what this runtime executes: without a GPU, or with one. PDS_ERR_VERIFY, with
+ * "program:line: Vn: message". */
+pds_status pds_programs_verify(const pds_programs *programs, const pds_plan *plan, bool with_gpu);
 
 /* The parts of pds_programs_verify: one program (all rules but V12), and how the programs fit
  * together (V12). */

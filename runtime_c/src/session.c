@@ -1,11 +1,62 @@
 /* session.c: sessions: their life, pds_step, and the calls on sequences. */
 #define _GNU_SOURCE
 #include <string.h>
+#include <unistd.h>
 
 #include "cpu.h"
 #include "engine.h"
 #include "exec.h"
 #include "map.h"
+
+/* --- the part on a GPU: who talks to the driver holds the pool --- */
+
+static pds_status begin_gpu(pds_engine *engine) {
+  pds_pool_open(engine->pool);
+  const pds_status status = pds_gpu_enter(engine->gpu);
+  if (status != PDS_OK) pds_pool_close(engine->pool);
+  return status;
+}
+
+static void end_gpu(pds_engine *engine) {
+  pds_gpu_leave(engine->gpu);
+  pds_pool_close(engine->pool);
+}
+
+static pds_status copy_kv(void *user, void *to, const void *from, uint64_t bytes, pds_kv_way way) {
+  return pds_gpu_copy(user, to, from, bytes, way);
+}
+
+static pds_status open_on_gpu(pds_session *session, uint32_t max_seqs) {
+  pds_engine *engine = session->engine;
+  pds_kv *kv = &session->kv;
+  PDS_RETURN_IF_ERROR(begin_gpu(engine));
+  const pds_status status = pds_gpu_session_open(
+      engine->gpu, kv->blocks * engine->plan->kv_block_bytes,
+      4 * (uint64_t)max_seqs * kv->seq_blocks, session, session->bytes, &session->gpu);
+  end_gpu(engine);
+  kv->data = (unsigned char *)(uintptr_t)session->gpu.kv;
+  kv->copy = copy_kv;
+  kv->user = engine->gpu;
+  return status;
+}
+
+static void close_on_gpu(pds_session *session) {
+  pds_engine *engine = session->engine;
+  if (!engine->gpu || engine->pid != getpid()) return;
+  pds_pool_open(engine->pool);
+  engine->gpu->cuda.cuCtxPushCurrent(engine->gpu->context); /* of a GPU that failed, too */
+  pds_gpu_session_close(engine->gpu, &session->gpu, session);
+  end_gpu(engine);
+}
+
+/* Around a call on the KV, which may lie there. */
+static pds_status begin_kv(const pds_session *session) {
+  return session->engine->gpu ? begin_gpu(session->engine) : PDS_OK;
+}
+
+static void end_kv(const pds_session *session) {
+  if (session->engine->gpu) end_gpu(session->engine);
+}
 
 pds_status pds_session_create(pds_engine *engine, const pds_session_options *options,
                               pds_session **out_session) {
@@ -16,7 +67,7 @@ pds_status pds_session_create(pds_engine *engine, const pds_session_options *opt
   uint32_t kv_tokens = options && options->kv_tokens ? options->kv_tokens : plan->max_context;
   if (max_seqs > PDS_MAX_SEQS)
     return pds_fail(PDS_ERR_ARGUMENT, "max_seqs %u: expected at most %u", max_seqs, PDS_MAX_SEQS);
-  pds_session_layout at = pds_layout_session(plan, max_seqs, kv_tokens);
+  pds_session_layout at = pds_layout_session(plan, max_seqs, kv_tokens, !engine->gpu);
   if (plan->kv_block_bytes && at.kv_blocks > (UINT64_MAX / 4) / plan->kv_block_bytes)
     return pds_fail(PDS_ERR_MEMORY, "kv_tokens %u: the KV cache exceeds the address space",
                     kv_tokens);
@@ -31,6 +82,13 @@ pds_status pds_session_create(pds_engine *engine, const pds_session_options *opt
   session->logit_rows = (uint32_t *)(arena + at.logit_rows);
   session->last = pds_last_bytes(plan) ? arena + at.last : NULL;
   pds_kv_init(&session->kv, plan, max_seqs, arena, &at);
+  if (engine->gpu) {
+    const pds_status status = open_on_gpu(session, max_seqs);
+    if (status != PDS_OK) {
+      pds_unmap(session, session->bytes);
+      return status;
+    }
+  }
   pds_engine_retain(engine);
   *out_session = session;
   return PDS_OK;
@@ -39,6 +97,7 @@ pds_status pds_session_create(pds_engine *engine, const pds_session_options *opt
 void pds_session_destroy(pds_session *session) {
   if (!session) return;
   pds_engine *engine = session->engine;
+  close_on_gpu(session);
   pds_unmap(session, session->bytes);
   pds_engine_release(engine);
 }
@@ -106,7 +165,8 @@ static pds_step_ctx context_of(const pds_session *session) {
                       .thread_scratch = engine->thread_scratch,
                       .kv = kv->data,
                       .table = kv->table,
-                      .table_stride = kv->seq_blocks};
+                      .table_stride = kv->seq_blocks,
+                      .predict_step = 1};
   ctx.cpu_holes = pds_buf(&ctx, PDS_BUF_HOLES);
   return ctx;
 }
@@ -140,14 +200,29 @@ static uint32_t net_phase_of(const pds_batch *batch) {
   return PDS_NET_DECODE;
 }
 
+/* Blocks for a step's rows; a shared one may be copied. */
+static pds_status begin_rows(pds_session *session, const pds_batch *batch) {
+  pds_engine *engine = session->engine;
+  if (engine->gpu) PDS_RETURN_IF_ERROR(pds_gpu_enter(engine->gpu));
+  const pds_status status = pds_kv_begin(&session->kv, batch->n, batch->seq, batch->position);
+  if (engine->gpu) pds_gpu_leave(engine->gpu);
+  return status;
+}
+
 static pds_status run_step(pds_session *session, const pds_batch *batch, pds_logits *out_logits) {
   uint64_t begin = pds_now_ns();
   pds_engine *engine = session->engine;
+  const pds_plan *plan = engine->plan;
   pds_kv *kv = &session->kv;
   uint32_t n_logits = 0;
   PDS_RETURN_IF_ERROR(check_batch(session, batch));
   PDS_RETURN_IF_ERROR(list_logit_rows(session, batch, &n_logits));
-  PDS_RETURN_IF_ERROR(pds_kv_begin(kv, batch->n, batch->seq, batch->position));
+  pds_pool_open(engine->pool);
+  const pds_status begun = begin_rows(session, batch);
+  if (begun != PDS_OK) {
+    pds_pool_close(engine->pool);
+    return begun;
+  }
   pds_step_ctx ctx = context_of(session);
   ctx.rows = batch->n;
   ctx.token = batch->token;
@@ -157,8 +232,9 @@ static pds_status run_step(pds_session *session, const pds_batch *batch, pds_log
   ctx.n_logits = n_logits;
   ctx.last = session->last;
   ctx.length = kv->length;
-  pds_pool_open(engine->pool);
-  ctx.predicts = pds_llc_begin(&engine->llc, batch->n);
+  ctx.predicts =
+      engine->gpu ? pds_gpu_predicts(engine->gpu) : pds_llc_begin(&engine->llc, batch->n);
+  if (engine->gpu) ctx.predict_step = (batch->n + plan->predict_rows - 1) / plan->predict_rows;
   if (ctx.predicts) ctx.nets = atomic_load_explicit(&engine->nets, memory_order_acquire);
   ctx.learn = atomic_load_explicit(&engine->learn, memory_order_acquire);
   if (ctx.predicts || ctx.learn) ctx.net_phase = net_phase_of(batch);
@@ -167,7 +243,8 @@ static pds_status run_step(pds_session *session, const pds_batch *batch, pds_log
   const uint64_t ran = pds_now_ns(); /* behind the steps of others */
   pds_status status = pds_exec_step(session, &ctx);
   pds_fp_restore(fp);
-  if (status == PDS_OK) pds_llc_end(&engine->llc, batch->n, n_logits, pds_now_ns() - ran);
+  if (status == PDS_OK && !engine->gpu)
+    pds_llc_end(&engine->llc, batch->n, n_logits, pds_now_ns() - ran);
   pds_pool_close(engine->pool);
   if (status != PDS_OK) {
     pds_kv_rollback(kv, batch->n, batch->seq);
@@ -264,7 +341,10 @@ pds_status pds_seq_truncate(pds_session *session, int32_t seq, uint32_t tokens) 
 
 pds_status pds_seq_fork(pds_session *session, int32_t src, int32_t dst) {
   PDS_RETURN_IF_ERROR(enter(session));
-  const pds_status status = pds_kv_fork(&session->kv, src, dst);
+  pds_status status = begin_kv(session);
+  if (status != PDS_OK) return leave(session, status);
+  status = pds_kv_fork(&session->kv, src, dst);
+  end_kv(session);
   if (status == PDS_OK) copy_last(session, src, dst);
   return leave(session, status);
 }
@@ -278,13 +358,20 @@ pds_status pds_seq_save_size(const pds_session *session, int32_t seq, uint64_t *
 pds_status pds_seq_save(const pds_session *session, int32_t seq, void *buffer, uint64_t bytes) {
   if (!buffer) return pds_fail(PDS_ERR_ARGUMENT, "save: the buffer is a null pointer");
   PDS_RETURN_IF_ERROR(enter(session));
-  return leave(session, pds_kv_save(&session->kv, seq, buffer, bytes));
+  pds_status status = begin_kv(session);
+  if (status != PDS_OK) return leave(session, status);
+  status = pds_kv_save(&session->kv, seq, buffer, bytes);
+  end_kv(session);
+  return leave(session, status);
 }
 
 pds_status pds_seq_restore(pds_session *session, int32_t seq, const void *buffer, uint64_t bytes) {
   if (!buffer) return pds_fail(PDS_ERR_ARGUMENT, "restore: the buffer is a null pointer");
   PDS_RETURN_IF_ERROR(enter(session));
-  const pds_status status = pds_kv_restore(&session->kv, seq, buffer, bytes);
+  pds_status status = begin_kv(session);
+  if (status != PDS_OK) return leave(session, status);
+  status = pds_kv_restore(&session->kv, seq, buffer, bytes);
+  end_kv(session);
   if (status == PDS_OK) forget(session, seq); /* not part of what was saved */
   return leave(session, status);
 }

@@ -34,10 +34,16 @@ typedef struct pds_step_ctx {
   /* holes of the running layer, bound by recompile */
   pds_hole *cpu_holes; /* ?c: in PDS_BUF_HOLES */
   uint32_t n_cpu_holes;
+  /* GPU plans, on the GPU: addresses of the holes' experts, whose outputs are in EXPERT_OUT if
+   * on_gpu[expert], else in cpu_out. NULL: experts lie in weight files, outputs in EXPERT_OUT. */
+  const unsigned char *const *blobs;
+  const float *cpu_out;
+  const uint8_t *on_gpu;
   /* cache prefetch (llc.h); without it predict, ?p and the prefetches retire at once */
   uint32_t predicts;
   uint32_t n_llc_holes; /* ?p: in PDS_BUF_LLC_HOLES */
-  /* predictors (net.h) */
+  /* predictors (net.h): they read rows 0, predict_step, 2 predict_step, ... of the step */
+  uint32_t predict_step;
   const struct pds_net_slot *nets; /* [n_layers][2]; NULL: none was set */
   uint32_t net_phase;              /* PDS_NET_PREFILL or PDS_NET_DECODE */
   unsigned char *last;             /* [seqs][pds_last_bytes]; NULL: nothing is remembered */
@@ -71,11 +77,16 @@ void pds_op_attention(pds_step_ctx *ctx, uint32_t layer);
 /* dense layer: XACT -> HID += mlp */
 void pds_op_mlp(pds_step_ctx *ctx, uint32_t layer);
 void pds_op_gate(pds_step_ctx *ctx, uint32_t layer); /* XN -> ROUTE_ID, ROUTE_W */
-/* XN -> PREDICT_ID, PREDICT_W: which experts of the predictor's target each row will choose */
+/* XN, XACT, ROUTE_ID, ROUTE_W -> PREDICT_ID, PREDICT_W: which experts of the predictor's target each
+ * of the rows that predict will choose */
 void pds_op_predict(pds_step_ctx *ctx, uint32_t layer);
 void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer); /* as one job */
 /* XN, XACT, ROUTE_ID, ROUTE_W, NET_PREV, NET_NEXT -> PREDICT: the predictor's logits alone */
 void pds_op_predict_logits(pds_step_ctx *ctx, uint32_t layer);
+/* Rows that predict. */
+static inline uint32_t pds_predicting(const pds_step_ctx *ctx) {
+  return (ctx->rows + ctx->predict_step - 1) / ctx->predict_step;
+}
 /* ROUTE_ID -> last: what each sequence's last token chose */
 void pds_op_remember(pds_step_ctx *ctx, uint32_t layer);
 /* PREDICT_ID, PREDICT_W -> LLC_HOLES: experts by the sum of their weights over the rows, the

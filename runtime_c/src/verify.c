@@ -890,54 +890,94 @@ static pds_status matches_plan(const pds_programs *s, const pds_plan *plan) {
   return PDS_OK;
 }
 
-/* This runtime has no device: programs for one are right, but not for it. */
-static pds_status cpu_only(const pds_programs *s, const pds_plan *plan) {
+/* --- what this runtime executes --- */
+
+__attribute__((format(printf, 3, 4))) static pds_status refuse(const pds_program *p, uint32_t n,
+                                                               const char *format, ...) {
+  char name[32], text[256];
+  pds_program_name(p, name);
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  return pds_fail(PDS_ERR_VERIFY, "%s: @%u: %s", name, n, text);
+}
+
+/* Without a GPU: queues host and cpu, and prefetches to the last-level cache. */
+static pds_status runs_on_cpu(const pds_program *p, const pds_instr *i, uint32_t n) {
+  const int llc = i->opcode == PDS_OP_PREFETCH && i->flags & PDS_INSTR_LLC;
+  if (i->queue != PDS_QUEUE_HOST && i->queue != PDS_QUEUE_CPU && !llc)
+    return refuse(p, n, "queue %s needs a GPU; these programs are to run on the CPU alone",
+                  pds_queue_name(i->queue));
+  if (llc && (i->index != PDS_INDEX_ALL || i->tier != PDS_TIER_HOST))
+    return refuse(p, n,
+                  "prefetch -> llc of one entry or from another tier than host memory is not "
+                  "supported by this library; expected ?p[*]");
+  return PDS_OK;
+}
+
+/* With one: the CPU embeds, predicts and computes ?c; GPU 0 computes all else; entries of holes are
+ * taken together. */
+static pds_status runs_with_gpu(const pds_program *p, const pds_instr *i, uint32_t n) {
+  const bool expert = i->opcode == PDS_OP_EXPERT;
+  const bool for_cpu =
+      i->opcode == PDS_OP_EMBED || i->opcode == PDS_OP_PREDICT || (expert && i->hole == PDS_HOLE_C);
+  if (i->queue == PDS_QUEUE_AUX || i->queue > PDS_QUEUE_GPU0 || i->device != 0)
+    return refuse(p, n, "queue %s is not supported by this library; expected GPU 0 alone",
+                  pds_queue_name(i->queue));
+  if (i->queue == PDS_QUEUE_CPU && !for_cpu)
+    return refuse(p, n, "%s on queue cpu is not supported with a GPU; expected gpu0",
+                  pds_opcode_name(i->opcode));
+  if (i->queue == PDS_QUEUE_GPU0 && for_cpu)
+    return refuse(p, n, "%s on queue gpu0 is not supported by this library; expected cpu",
+                  pds_opcode_name(i->opcode));
+  if (i->hole && i->hole != PDS_HOLE_C && i->index != PDS_INDEX_ALL)
+    return refuse(p, n, "one entry of a hole is not supported by this library; expected [*]");
+  if (i->tier != PDS_TIER_HOST)
+    return refuse(p, n, "transfers from another tier than host memory are not supported");
+  if (i->flags & PDS_INSTR_PREDICT)
+    return refuse(p, n, "a gate that predicts is not supported with a GPU; expected predict");
+  return PDS_OK;
+}
+
+static pds_status runs_predict(const pds_plan *plan, const pds_program *p, const pds_instr *i,
+                               uint32_t n, bool with_gpu) {
+  if (i->opcode != PDS_OP_PREDICT && !(i->flags & PDS_INSTR_PREDICT)) return PDS_OK;
+  if (plan->layers[p->layer].predictor.kind == PDS_PREDICT_NONE)
+    return refuse(p, n, "predict: the plan has no predictor for layer %d; compile it again",
+                  (int)p->layer);
+  if (!with_gpu && p->rows_max > PDS_PREDICT_ROWS)
+    return refuse(p, n,
+                  "predict in steps of up to %u rows is not supported by this library; expected at "
+                  "most %d",
+                  p->rows_max, PDS_PREDICT_ROWS);
+  return PDS_OK;
+}
+
+static pds_status runnable(const pds_programs *s, const pds_plan *plan, bool with_gpu) {
   for (uint32_t k = 0; k < s->n_programs; k++) {
     const pds_program *p = s->programs + k;
-    char name[32];
-    pds_program_name(p, name);
     for (uint32_t n = 0; n < p->n_instrs; n++) {
       const pds_instr *i = s->instrs + p->first_instr + n;
-      const int llc = i->opcode == PDS_OP_PREFETCH && i->flags & PDS_INSTR_LLC;
-      if (i->queue != PDS_QUEUE_HOST && i->queue != PDS_QUEUE_CPU && !llc)
-        return pds_fail(PDS_ERR_VERIFY,
-                        "%s: @%u: queue %s needs a GPU plan; this library runs on "
-                        "the CPU alone",
-                        name, n, pds_queue_name(i->queue));
+      PDS_RETURN_IF_ERROR(with_gpu ? runs_with_gpu(p, i, n) : runs_on_cpu(p, i, n));
       if (i->flags & PDS_INSTR_TOKENS || i->fmt)
-        return pds_fail(PDS_ERR_VERIFY,
-                        "%s: @%u: %s with token ids or a weight format of its own is "
-                        "not supported by this library",
-                        name, n, pds_opcode_name(i->opcode));
-      if (llc && (i->index != PDS_INDEX_ALL || i->tier != PDS_TIER_HOST))
-        return pds_fail(PDS_ERR_VERIFY,
-                        "%s: @%u: prefetch -> llc of one entry or from another tier than host "
-                        "memory is not supported by this library; expected ?p[*]",
-                        name, n);
-      if (i->opcode != PDS_OP_PREDICT && !(i->flags & PDS_INSTR_PREDICT)) continue;
-      if (plan->layers[p->layer].predictor.kind == PDS_PREDICT_NONE)
-        return pds_fail(
-            PDS_ERR_VERIFY,
-            "%s: @%u: predict: the plan has no predictor for layer %d; compile it again", name, n,
-            (int)p->layer);
-      if (p->rows_max > PDS_PREDICT_ROWS)
-        return pds_fail(PDS_ERR_VERIFY,
-                        "%s: @%u: predict in steps of up to %u rows is not supported by this "
-                        "library; expected at most %d",
-                        name, n, p->rows_max, PDS_PREDICT_ROWS);
+        return refuse(p, n,
+                      "%s with token ids or a weight format of its own is not supported by this "
+                      "library",
+                      pds_opcode_name(i->opcode));
+      PDS_RETURN_IF_ERROR(runs_predict(plan, p, i, n, with_gpu));
     }
     if (p->streams != 1)
-      return pds_fail(PDS_ERR_VERIFY, "%s: %u streams are not supported by this library", name,
-                      p->streams);
+      return refuse(p, 0, "%u streams are not supported by this library", p->streams);
   }
   return PDS_OK;
 }
 
-pds_status pds_programs_verify(const pds_programs *programs, const pds_plan *plan) {
+pds_status pds_programs_verify(const pds_programs *programs, const pds_plan *plan, bool with_gpu) {
   if (!programs || !plan) return pds_fail(PDS_ERR_ARGUMENT, "pds_programs_verify: null pointer");
   for (uint32_t k = 0; k < programs->n_programs; k++)
     PDS_RETURN_IF_ERROR(pds_program_verify_one(programs, k));
   PDS_RETURN_IF_ERROR(pds_programs_verify_sequence(programs));
   PDS_RETURN_IF_ERROR(matches_plan(programs, plan));
-  return cpu_only(programs, plan);
+  return runnable(programs, plan, with_gpu);
 }

@@ -185,7 +185,7 @@ static void sizes(void) {
     CHECK_OK(pds_session_create(engine, NULL, &session));
     CHECK_OK(pds_session_get_stats(session, &stats));
     CHECK_EQ(stats.kv_blocks, 4); /* 200 tokens */
-    CHECK_EQ(stats.session_bytes, pds_layout_session(&pds_the_plan, 1, FAKE_CONTEXT).total);
+    CHECK_EQ(stats.session_bytes, pds_layout_session(&pds_the_plan, 1, FAKE_CONTEXT, 1).total);
     pds_engine_destroy(engine); /* lives on until its session ends */
     pds_session_destroy(session);
   }

@@ -29,7 +29,7 @@ typedef struct fixture {
 } fixture;
 
 static void open_kv(fixture *f, const pds_plan *of) {
-  pds_session_layout at = pds_layout_session(of, SEQS, KV_TOKENS);
+  pds_session_layout at = pds_layout_session(of, SEQS, KV_TOKENS, 1);
   void *arena;
   memset(f, 0, sizeof *f);
   f->bytes = at.total;

@@ -38,7 +38,7 @@ typedef struct pds_programs {
   uint32_t phase_first[3], phase_count[3];
 } pds_programs;
 int32_t pds_programs_open(const void *bytes, uint64_t n, pds_programs *out_programs);
-int32_t pds_programs_verify(const pds_programs *programs, const pds_plan *plan);
+int32_t pds_programs_verify(const pds_programs *programs, const pds_plan *plan, bool with_gpu);
 const char *pds_last_error(void);
 """
 
@@ -75,7 +75,7 @@ def verify(
     ffi.buffer(bytes_)[:] = data
     view = ffi.new("pds_programs *")
     assert lib.pds_programs_open(bytes_, len(data), view) == OK
-    status = lib.pds_programs_verify(view, plan)
+    status = lib.pds_programs_verify(view, plan, False)
     assert status in (OK, VERIFY)
     return ffi.string(lib.pds_last_error()).decode() if status else ""
 

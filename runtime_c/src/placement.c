@@ -1,0 +1,432 @@
+/* placement.c: recompile on a GPU plan: what the gate chose, what is on the GPU or on its way, and what
+ * the predictor expects, become a decision; the decision becomes holes, transfers and residency. */
+#include <string.h>
+
+#include "gpu.h"
+
+enum {
+  HIT_SHARE = 8,         /* a layer's hit rate follows what happens by 1/8 a decision */
+  HIT_LEAST = 65536 / 4, /* below that, prefetching for the layer pauses */
+  PAUSE = 64,            /* for so many decisions, and then tries again */
+  HIT_AGAIN = 65536 / 2  /* as if it hit so often */
+};
+
+/* --- lists --- */
+
+static bool after(const pds_due *a, const pds_due *b) {
+  if (a->tokens != b->tokens) return a->tokens > b->tokens;
+  if (a->popularity != b->popularity) return a->popularity > b->popularity;
+  return a->expert > b->expert;
+}
+
+static void sift(pds_due *x, uint32_t root, uint32_t n) {
+  const pds_due moved = x[root];
+  for (uint32_t child; (child = 2 * root + 1) < n; root = child) {
+    if (child + 1 < n && after(&x[child + 1], &x[child])) child++;
+    if (!after(&x[child], &moved)) break;
+    x[root] = x[child];
+  }
+  x[root] = moved;
+}
+
+/* Ascending, in place. */
+static void sort(pds_due *x, uint32_t n) {
+  for (uint32_t i = n / 2; i-- > 0;) sift(x, i, n);
+  while (n-- > 1) {
+    const pds_due last = x[n];
+    x[n] = x[0];
+    x[0] = last;
+    sift(x, 0, n);
+  }
+}
+
+typedef struct placing {
+  pds_gpu_step *step;
+  pds_gpu *gpu;
+  pds_gpu_policy *policy;
+  pds_residency *residency;
+  const pds_program *program;
+  uint32_t layer, n_cur, n_res, n_late, n_next;
+  int64_t backlog;                   /* until the last of the late ones has arrived */
+  int64_t next_gpu;                  /* of predicted experts that are there */
+  uint16_t hole_of[PDS_MAX_EXPERTS]; /* of activated experts: index into the host's holes */
+  uint16_t
+      recalled[PDS_MAX_EXPERTS]; /* experts whose prefetch was not yet sent whole: 1 + its index */
+} placing;
+
+static uint32_t popularity_of(const placing *p, uint32_t layer, uint32_t expert) {
+  return p->policy->popularity[(size_t)layer * p->residency->experts + expert];
+}
+
+static uint32_t weight_of(const placing *p, const pds_hole *hole) {
+  const float *weight = pds_buf(p->step->host, PDS_BUF_ROUTE_W);
+  const int32_t *sorted = pds_buf(p->step->host, PDS_BUF_EXPERT_ROWS);
+  double sum = 0;
+  for (uint32_t r = 0; r < hole->rows; r++) sum += (double)weight[sorted[hole->first + r]];
+  sum *= 65536;
+  return sum > 0 ? sum < UINT32_MAX ? (uint32_t)sum : UINT32_MAX : 0;
+}
+
+/* ns until the link has moved prefetch j of the last decision. */
+static int64_t arrival(const pds_gpu_policy *policy, uint32_t j) {
+  return policy->free_at + (int64_t)(j + 1) * policy->costs.io_expert - policy->elapsed;
+}
+
+/* The experts that the last decision prefetched: those not activated are forgotten, and what of
+ * them was sent is wasted. The hit rate follows. */
+static void settle_prefetches(placing *p, const uint8_t *activated, const pds_transfer *recalled,
+                              uint32_t n_recalled) {
+  pds_gpu_policy *policy = p->policy;
+  pds_ledger *ledger = &policy->ledger[p->layer];
+  const uint64_t bytes = p->gpu->plan->layers[p->layer].experts.gate_up.stride;
+  uint32_t hits = 0;
+  for (uint32_t j = 0; j < policy->ahead; j++) {
+    const uint32_t e = policy->ahead_expert[j];
+    uint64_t sent = bytes;
+    for (uint32_t i = 0; i < n_recalled; i++)
+      if (recalled[i].expert == e) sent = recalled[i].issued;
+    ledger->prefetches++;
+    if (activated[e]) {
+      hits++;
+      ledger->useful_bytes += bytes;
+      if (arrival(policy, j) > 0) ledger->late_bytes += bytes;
+      continue;
+    }
+    ledger->wasted_bytes += sent;
+    const int32_t slot = pds_slot_of(p->residency, p->layer, e);
+    if (slot != PDS_NO_SLOT && sent < bytes) pds_slot_drop(p->residency, slot);
+  }
+  for (uint32_t i = 0; i < p->residency->ring; i++) { /* predicted ones may go now */
+    pds_cached *c = &p->residency->cached[i];
+    if (c->layer == (int32_t)p->layer && !activated[c->expert]) c->kept = 0;
+  }
+  if (!policy->ahead) return;
+  uint32_t *hit = &policy->hit_q16[3 * p->layer + p->program->phase];
+  *hit = *hit - *hit / HIT_SHARE + 65536 / HIT_SHARE * hits / policy->ahead;
+  if (*hit >= HIT_LEAST) return;
+  policy->paused[p->layer] = PAUSE;
+  *hit = HIT_AGAIN;
+  ledger->pauses++;
+}
+
+/* cur and res of the running layer; who is there is in use from now on. */
+static void list_activated(placing *p) {
+  const pds_step_ctx *host = p->step->host;
+  pds_gpu_policy *policy = p->policy;
+  uint32_t late[PDS_MAX_EXPERTS], n_late = 0;
+  for (uint32_t i = 0; i < host->n_cpu_holes; i++) {
+    const pds_hole *hole = &host->cpu_holes[i];
+    const pds_due due = {.expert = hole->expert,
+                         .tokens = hole->rows,
+                         .popularity = popularity_of(p, p->layer, hole->expert),
+                         .weight = weight_of(p, hole)};
+    const int32_t slot = pds_slot_of(p->residency, p->layer, hole->expert);
+    p->hole_of[hole->expert] = (uint16_t)i;
+    if (slot == PDS_NO_SLOT) {
+      policy->cur[p->n_cur++] = due;
+      continue;
+    }
+    pds_cached *cached = pds_cached_of(p->residency, slot);
+    bool is_late = false;
+    if (cached) {
+      for (uint32_t j = 0; j < policy->ahead && !is_late; j++)
+        is_late = policy->ahead_expert[j] == hole->expert && arrival(policy, j) > 0;
+      cached->kept = PDS_KEPT_IN_USE;
+      cached->used = policy->now;
+      cached->popularity = due.popularity;
+      cached->score = pds_score(cached->score, due.weight);
+    }
+    if (is_late)
+      late[n_late++] = i;
+    else
+      policy->res[p->n_res++] = due;
+  }
+  /* The late ones in order of arrival. */
+  for (uint32_t j = 0; j < policy->ahead && n_late; j++)
+    for (uint32_t i = 0; i < n_late; i++) {
+      const pds_hole *hole = &host->cpu_holes[late[i]];
+      if (hole->expert != policy->ahead_expert[j]) continue;
+      policy->res[p->n_res++] = (pds_due){.expert = hole->expert,
+                                          .tokens = hole->rows,
+                                          .popularity = popularity_of(p, p->layer, hole->expert),
+                                          .weight = weight_of(p, hole)};
+      p->n_late++;
+      p->backlog = arrival(policy, j);
+    }
+  sort(policy->cur, p->n_cur);
+}
+
+/* The predicted experts of the next layer that are not there; those that are stay. */
+static void list_predicted(placing *p, uint32_t capacity) {
+  const pds_step_ctx *host = p->step->host;
+  if (!capacity || !host->predicts) return;
+  const uint32_t target = p->layer + 1;
+  const pds_gate *gate = &p->gpu->plan->layers[target].gate;
+  const uint32_t picks = pds_predicting(host) * gate->top_k;
+  const int32_t *id = pds_buf(host, PDS_BUF_PREDICT_ID);
+  const float *weight = pds_buf(host, PDS_BUF_PREDICT_W);
+  uint32_t count[PDS_MAX_EXPERTS];
+  double sum[PDS_MAX_EXPERTS];
+  memset(count, 0, gate->experts * sizeof *count);
+  memset(sum, 0, gate->experts * sizeof *sum);
+  for (uint32_t i = 0; i < picks; i++) {
+    count[id[i]]++;
+    sum[id[i]] += (double)weight[i];
+  }
+  for (uint32_t e = 0; e < gate->experts; e++) {
+    if (!count[e]) continue;
+    uint64_t tokens = (uint64_t)count[e] * host->predict_step;
+    if (tokens > host->rows) tokens = host->rows;
+    const int32_t slot = pds_slot_of(p->residency, target, e);
+    if (slot != PDS_NO_SLOT) {
+      pds_cached *cached = pds_cached_of(p->residency, slot);
+      if (cached && !cached->kept) cached->kept = PDS_KEPT_AHEAD;
+      p->next_gpu += pds_cost_at(&p->policy->costs.gpu_expert, (uint32_t)tokens);
+      continue;
+    }
+    /* In decode tokens say nothing: how sure the predictor is ranks them. */
+    const double sure = sum[e] / count[e] * 65536;
+    p->policy->next[p->n_next++] =
+        (pds_due){.expert = e,
+                  .tokens = (uint32_t)tokens,
+                  .popularity = sure > 0 ? sure < 65536 ? (uint32_t)sure : 65536 : 0};
+  }
+  sort(p->policy->next, p->n_next);
+}
+
+/* --- the decision --- */
+
+static int64_t attention_ns(const placing *p) {
+  const pds_step_ctx *host = p->step->host;
+  const pds_costs *costs = &p->policy->costs;
+  int64_t context = 0;
+  for (uint32_t i = 0; i < host->rows; i++) context += host->position[i];
+  return pds_cost_at(&costs->attention, host->rows) + costs->context_row * (context / 1024);
+}
+
+static void decide(placing *p, pds_decision *out) {
+  pds_gpu_policy *policy = p->policy;
+  const pds_costs *costs = &policy->costs;
+  const uint32_t rows = p->step->host->rows;
+  const bool shared = p->program->shared != 0;
+  const bool next_shared =
+      p->layer + 1 < p->residency->layers && p->gpu->plan->layers[p->layer + 1].shared.inter;
+  const pds_decision_in in = {
+      .costs = costs,
+      .cur = policy->cur,
+      .res = policy->res,
+      .next = policy->next,
+      .n_cur = p->n_cur,
+      .n_res = p->n_res,
+      .n_late = p->n_late,
+      .n_next = p->n_next,
+      .policy = policy->policy,
+      .phase = p->program->phase,
+      .top_k = p->program->top_k,
+      .hit_q16 = p->layer + 1 < p->residency->layers
+                     ? policy->hit_q16[3 * (p->layer + 1) + p->program->phase]
+                     : 0,
+      .free_slots = pds_slots_free(p->residency),
+      .stream = 1,
+      .attention = attention_ns(p),
+      .backlog = p->backlog,
+      .gpu_busy = shared ? pds_cost_at(&costs->shared, rows) : 0,
+      .next_gpu = p->next_gpu + (next_shared ? pds_cost_at(&costs->shared, rows) : 0)};
+  pds_decide(&in, out);
+}
+
+/* What decisions take the link to do until the next one. */
+static void expect(placing *p, const pds_decision *d) {
+  pds_gpu_policy *policy = p->policy;
+  const pds_costs *costs = &policy->costs;
+  int64_t cpu = p->n_cur > d->n_on ? costs->cpu_start : 0, gpu = 0, last = 0;
+  for (uint32_t i = 0; i < p->n_cur; i++)
+    cpu += pds_cost_at(&costs->cpu_expert, policy->cur[i].tokens);
+  for (uint32_t i = 0; i < d->n_on; i++) {
+    const pds_hole *hole = &p->step->host->cpu_holes[p->hole_of[d->on[i].expert]];
+    cpu -= pds_cost_at(&costs->cpu_expert, hole->rows);
+    last = pds_cost_at(&costs->gpu_expert, hole->rows);
+  }
+  for (uint32_t i = 0; i < p->n_res; i++)
+    gpu += pds_cost_at(&costs->gpu_expert, policy->res[i].tokens);
+  if (p->n_res) gpu += costs->gpu_start;
+  int64_t link = p->backlog;
+  if (d->n_on) link += (link ? 0 : costs->io_start) + d->n_on * costs->io_expert;
+  int64_t end = cpu > gpu ? cpu : gpu;
+  if (d->n_on && link + costs->gpu_start + last > end) end = link + costs->gpu_start + last;
+  policy->free_at = d->n_on || p->backlog ? link : costs->io_start;
+  policy->elapsed = end + attention_ns(p);
+}
+
+/* --- binding --- */
+
+static pds_gpu_hole *bind(placing *p, uint32_t expert, int32_t slot) {
+  pds_gpu_step *step = p->step;
+  const pds_hole *from = &step->host->cpu_holes[p->hole_of[expert]];
+  pds_gpu_hole *hole =
+      step->session->holes + (size_t)p->layer * p->residency->experts + step->n_holes++;
+  *hole = (pds_gpu_hole){.expert = expert,
+                         .first = from->first,
+                         .rows = from->rows,
+                         .slot = slot,
+                         .at = p->gpu->slots + (uint64_t)slot * p->gpu->expert_bytes};
+  step->session->on_gpu[expert] = 1;
+  return hole;
+}
+
+/* ?r: first those that are there; then those on their way, in order: sent ones, and those that the
+ * link takes up again before anything else. */
+static pds_status bind_residents(placing *p, const pds_transfer *recalled) {
+  pds_gpu_step *step = p->step;
+  const pds_due *res = p->policy->res;
+  bool arrived[PDS_MAX_EXPERTS];
+  for (uint32_t i = 0; i < p->n_res; i++) {
+    const uint32_t e = res[i].expert;
+    arrived[i] = false;
+    if (!p->recalled[e])
+      PDS_RETURN_IF_ERROR(
+          pds_link_arrived(p->gpu, pds_slot_of(p->residency, p->layer, e), &arrived[i]));
+    if (arrived[i]) bind(p, e, pds_slot_of(p->residency, p->layer, e));
+  }
+  step->n_ready = step->n_holes;
+  for (uint32_t j = 0; j < p->policy->ahead; j++)
+    for (uint32_t i = 0; i < p->n_res; i++) {
+      const uint32_t e = res[i].expert;
+      if (arrived[i] || e != p->policy->ahead_expert[j]) continue;
+      pds_gpu_hole *hole = bind(p, e, pds_slot_of(p->residency, p->layer, e));
+      if (!p->recalled[e]) {
+        step->n_sent++;
+        continue;
+      }
+      pds_transfer t = recalled[p->recalled[e] - 1];
+      t.hole = hole;
+      pds_link_load(p->gpu, &t);
+    }
+  return PDS_OK;
+}
+
+/* ?l: slots that may be taken, but those that prefetches are to have; behind them the slots of the
+ * first ones again. Returns how many found a place: the others stay on the CPU. */
+static uint32_t bind_loads(placing *p, const pds_decision *d) {
+  pds_gpu_policy *policy = p->policy;
+  pds_ledger *ledger = &policy->ledger[p->layer];
+  const uint32_t free = pds_slots_free(p->residency);
+  const uint32_t room = free > d->n_pre ? free - d->n_pre : free ? 1 : 0;
+  int32_t taken[PDS_MAX_EXPERTS];
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < d->n_on; i++) {
+    const uint32_t e = d->on[i].expert, popularity = popularity_of(p, p->layer, e);
+    int32_t slot = PDS_NO_SLOT;
+    if (n < room)
+      slot = pds_slot_take(p->residency, policy->policy, p->layer, e, popularity, PDS_KEPT_IN_USE,
+                           policy->now);
+    if (slot != PDS_NO_SLOT)
+      taken[n++] = slot;
+    else if (n)
+      pds_slot_assign(p->residency, slot = taken[i % n], p->layer, e, popularity, policy->now);
+    else
+      return i;
+    const pds_transfer t = {
+        .layer = p->layer, .expert = e, .slot = slot, .again = i >= n, .hole = bind(p, e, slot)};
+    pds_link_load(p->gpu, &t);
+    ledger->loads++;
+    ledger->load_bytes += p->gpu->plan->layers[p->layer].experts.gate_up.stride;
+  }
+  return d->n_on;
+}
+
+static void bind_prefetches(placing *p, const pds_decision *d, uint32_t capacity) {
+  pds_gpu_policy *policy = p->policy;
+  for (uint32_t i = 0; i < d->n_pre && i < capacity; i++) {
+    const uint32_t e = d->pre[i].expert;
+    const int32_t slot =
+        pds_slot_take(p->residency, policy->policy, p->layer + 1, e,
+                      popularity_of(p, p->layer + 1, e), PDS_KEPT_AHEAD, policy->now);
+    if (slot == PDS_NO_SLOT) return;
+    const pds_transfer t = {.layer = p->layer + 1, .expert = e, .slot = slot};
+    pds_link_prefetch(p->gpu, &t);
+    policy->ahead_expert[policy->ahead++] = (uint16_t)e;
+  }
+}
+
+/* ?c: what is left of the host's holes. */
+static void bind_cpu(placing *p) {
+  pds_step_ctx *host = p->step->host;
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < host->n_cpu_holes; i++) {
+    const pds_hole *h = &host->cpu_holes[i];
+    if (!p->step->session->on_gpu[h->expert])
+      host->cpu_holes[n++] = (pds_hole){.expert = h->expert, .first = h->first, .rows = h->rows};
+  }
+  host->n_cpu_holes = n;
+}
+
+static pds_status send_rows(placing *p) {
+  const pds_plan *plan = p->gpu->plan;
+  const pds_step_ctx *host = p->step->host;
+  if (!p->step->n_holes) return PDS_OK;
+  PDS_CUDA_CALL(p->gpu, "copying an expert's rows", cuMemcpyHtoDAsync,
+                p->step->session->scratch + plan->buffer_offset[PDS_BUF_EXPERT_ROWS],
+                pds_buf(host, PDS_BUF_EXPERT_ROWS), 4 * (uint64_t)host->rows * p->program->top_k,
+                p->gpu->compute);
+  return PDS_OK;
+}
+
+pds_status pds_gpu_recompile(pds_gpu_step *step, const pds_program *program, const pds_instr *in) {
+  placing p = {.step = step,
+               .gpu = step->gpu,
+               .policy = &step->gpu->policy,
+               .residency = &step->gpu->residency,
+               .program = program,
+               .layer = (uint32_t)program->layer};
+  pds_step_ctx *host = step->host;
+  pds_transfer recalled[PDS_MAX_EXPERTS];
+  uint8_t activated[PDS_MAX_EXPERTS] = {0};
+  pds_op_recompile(host, p.layer);
+  for (uint32_t i = 0; i < host->n_cpu_holes; i++) activated[host->cpu_holes[i].expert] = 1;
+  const uint32_t n_recalled = pds_link_recall(p.gpu, recalled);
+  for (uint32_t i = 0; i < n_recalled; i++) p.recalled[recalled[i].expert] = (uint16_t)(i + 1);
+  settle_prefetches(&p, activated, recalled, n_recalled);
+  list_activated(&p);
+  const uint32_t ahead = in->hole_cap[PDS_HOLE_N];
+  list_predicted(&p, ahead);
+
+  pds_decision d = {.on = p.policy->on, .pre = p.policy->pre};
+  decide(&p, &d);
+  uint32_t *paused = &p.policy->paused[p.layer + (p.layer + 1 < p.residency->layers)];
+  if (*paused) {
+    (*paused)--;
+    d.n_pre = 0;
+  }
+  step->n_holes = step->n_ready = step->n_sent = 0;
+  step->launches = false;
+  memset(step->session->on_gpu, 0, p.residency->experts);
+  PDS_RETURN_IF_ERROR(bind_residents(&p, recalled));
+  d.n_on = bind_loads(&p, &d);
+  expect(&p, &d);
+  p.policy->ahead = 0;
+  bind_prefetches(&p, &d, ahead);
+  bind_cpu(&p);
+  return send_rows(&p);
+}
+
+/* Policies without a cache of their own give up what they loaded. */
+static bool keeps(uint32_t policy) {
+  return policy != PDS_POLICY_STATIC && policy != PDS_POLICY_ONDEMAND &&
+         policy != PDS_POLICY_FIDDLER;
+}
+
+uint32_t pds_gpu_unload(pds_gpu_step *step) {
+  pds_residency *r = &step->gpu->residency;
+  const bool keep = keeps(step->gpu->policy.policy);
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < r->ring; i++) {
+    pds_cached *c = &r->cached[i];
+    if (c->layer != (int32_t)step->layer || c->kept != PDS_KEPT_IN_USE) continue;
+    c->kept = 0;
+    if (keep) continue;
+    pds_slot_drop(r, (int32_t)(r->hot + i));
+    n++;
+  }
+  return n;
+}

@@ -1,0 +1,76 @@
+/* twins.c: the GPU's kernels as functions of the CPU, for the mock driver: each runs the CPU's own
+ * operator on the device's memory, so a GPU plan gives the CPU plan's bits. */
+#include "gpu.h"
+
+#define ARGS pds_kernel_args *a = params
+
+static void rope(void *params) {
+  ARGS;
+  pds_op_rope_table(&a->ctx);
+}
+static void norm(void *params) {
+  ARGS;
+  pds_op_norm(&a->ctx, a->layer, (pds_norm_site)a->arg);
+}
+static void attention(void *params) {
+  ARGS;
+  pds_op_attention(&a->ctx, a->layer);
+}
+static void mlp(void *params) {
+  ARGS;
+  pds_op_mlp(&a->ctx, a->layer);
+}
+static void gate(void *params) {
+  ARGS;
+  pds_op_gate(&a->ctx, a->layer);
+}
+static void shared(void *params) {
+  ARGS;
+  pds_op_shared_expert(&a->ctx, a->layer);
+}
+static void combine(void *params) {
+  ARGS;
+  pds_op_combine(&a->ctx, a->layer, (int)a->arg);
+}
+static void lm_head(void *params) {
+  ARGS;
+  pds_op_lm_head(&a->ctx);
+}
+
+/* Some at a time: a GPU's thread has no memory of its own for all. */
+static void experts(void *params) {
+  ARGS;
+  enum { SOME = 32 };
+  for (uint32_t first = 0; first < a->n_holes; first += SOME) {
+    pds_hole holes[SOME];
+    const unsigned char *blobs[SOME];
+    const uint32_t n = a->n_holes - first < SOME ? a->n_holes - first : SOME;
+    for (uint32_t i = 0; i < n; i++) {
+      const pds_gpu_hole *h = &a->holes[first + i];
+      holes[i] = (pds_hole){.expert = h->expert, .first = h->first, .rows = h->rows};
+      blobs[i] = (const unsigned char *)(uintptr_t)h->at;
+    }
+    a->ctx.blobs = blobs;
+    pds_op_expert(&a->ctx, a->layer, holes, n);
+  }
+}
+
+static const struct {
+  char magic[8];
+  uint32_t n;
+  pds_twin_entry entries[PDS_KERNELS];
+} image = {PDS_TWIN_MAGIC,
+           PDS_KERNELS,
+           {{"rope", rope},
+            {"norm", norm},
+            {"attention", attention},
+            {"mlp", mlp},
+            {"gate", gate},
+            {"experts", experts},
+            {"shared", shared},
+            {"combine", combine},
+            {"lm_head", lm_head}}};
+
+const void *pds_twin_image(void) {
+  return &image;
+}
