@@ -31,6 +31,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/net.c",
     "src/nets.c",
     "src/learn.c",
+    "src/measure.c",
     "src/exec.c",
     "src/engine.c",
     "src/session.c",
