@@ -245,7 +245,7 @@ class CostTable:
             data["gpu"] = _device_data(self.gpu)
         if self.link:
             data["link"] = {name: _figure_data(f) for name, f in vars(self.link).items()}
-        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+        return _json(data) + "\n"
 
     @classmethod
     def parse(cls, text: str, where: str) -> Self:
@@ -286,6 +286,22 @@ class CostTable:
         except UnicodeDecodeError as error:
             raise PlanError(f"{path}: not valid UTF-8 ({error}): {_REMEDY}") from None
         return cls.parse(text, str(path))
+
+
+def _json(value: Any, indent: int = 0) -> str:
+    """Innermost objects and lists of numbers on one line each."""
+    many = isinstance(value, dict | list | tuple)
+    items = value.values() if isinstance(value, dict) else value if many else ()
+    if not any(isinstance(item, dict | list | tuple) for item in items):
+        return json.dumps(value, ensure_ascii=False)
+    inner = [_json(item, indent + 1) for item in items]
+    begin, end = "[]"
+    if isinstance(value, dict):
+        begin, end = "{}"
+        names = (json.dumps(name) for name in value)
+        inner = [f"{name}: {text}" for name, text in zip(names, inner, strict=True)]
+    lines = ",\n".join(" " * (indent + 1) + text for text in inner)
+    return f"{begin}\n{lines}\n{' ' * indent}{end}"
 
 
 def _flat(data: dict[str, Any]) -> dict[str, Any]:
