@@ -71,10 +71,12 @@ def compile_model(
     the next layer's experts and prefetch them into the CPU's cache; calibration (a file of text or
     jsonl to train predictors on); trace_records (rows of it a phase); predictor "auto" | "off",
     which is the default without a calibration; predictor_budget (bytes a layer, or e.g. "4.2MB");
-    predictor_device "auto" | "cpu" | "cuda", where they are trained. `force` replaces an existing
-    plan. `dry_run` stops before weights and code, but checks that the checkpoint's tensors and
-    tokenizer fit: `out` may be None. A compile that is killed leaves no plan; the same call resumes
-    behind the last finished pass.
+    predictor_device "auto" | "cpu" | "cuda", where they are trained; costs: "off", the default,
+    "auto" (measured here), a file (a plan's costs.json or a hardware description), a shipped
+    description's name, or "auto,NAME": its GPU and link beside what was measured. `force` replaces
+    an existing plan. `dry_run` stops before weights and code, but checks that the checkpoint's
+    tensors and tokenizer fit: `out` may be None. A compile that is killed leaves no plan; the same
+    call resumes behind the last finished pass.
 
     Raises ModelError, TargetError, BudgetError, PlanError or InputError.
     """

@@ -13,6 +13,8 @@ from typing import Any
 
 import pdscope
 from pdscope.compiler import target as targets
+from pdscope.compiler.costs import JSON as COSTS
+from pdscope.compiler.costs import CostTable, model_key
 from pdscope.compiler.manifest import derived_fields
 from pdscope.compiler.passes.build_library import BuildLibrary
 from pdscope.compiler.passes.check_weights import CheckWeights
@@ -29,6 +31,7 @@ from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
 from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMemory
 from pdscope.compiler.passes.predictor_report import PredictorReport
+from pdscope.compiler.passes.profile_costs import ProfileCosts
 from pdscope.compiler.passes.programs import Schedule
 from pdscope.compiler.passes.tokenizer_files import (
     TokenizerFiles,
@@ -51,7 +54,7 @@ from pdscope.compiler.passmanager import (
 )
 from pdscope.compiler.phaseper.traces import TraceStore
 from pdscope.compiler.source import Model
-from pdscope.errors import BudgetError
+from pdscope.errors import BudgetError, TargetError
 from pdscope.ir.graph_text import parse_graph
 from pdscope.ir.isa import ISA_HASH
 from pdscope.plan import Plan
@@ -98,6 +101,7 @@ class Pipeline:
         program_bytes = self.workspace.path("program.bin").stat().st_size
         self.memory = self.memory.with_programs(program_bytes)
         self.manager.run(WriteMemory(self.memory))
+        self._check_costs()
         session, total = self.memory.summary()["session"], _memory_total()
         if session > total:
             notes.append(
@@ -137,6 +141,9 @@ class Pipeline:
             traces = self._collect_traces(Plan(self.workspace.plan, manifest), text)
             self._train_predictors(traces, reader)
             manifest["files"] = self._files()
+        if source.options.cost_source.wanted:
+            self._profile_costs(Plan(self.workspace.plan, manifest))
+            manifest["files"] = self._files()
         check_full(manifest)
         # The manifest is the last file: a directory without it is no plan.
         with writing(self.workspace.path("plan.json")) as path:
@@ -144,6 +151,32 @@ class Pipeline:
                 json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
             )
         return manifest
+
+    def _check_costs(self) -> None:
+        """Faults of what --costs gives, before the weights are read."""
+        source = self.source.options.cost_source
+        if not source.wanted:
+            return
+        source.table(model_key(self.lowered))
+        if source.measured:
+            try:
+                Plan(self.workspace.plan, self.manifest()).check_machine()
+            except TargetError as error:
+                raise TargetError(
+                    f"costs: auto measures a run of the plan, but {error}; or give a hardware "
+                    "description (see --help)"
+                ) from None
+
+    def _profile_costs(self, plan: Plan) -> None:
+        """`plan` is whole but for plan.json."""
+        source, key = self.source.options.cost_source, model_key(self.lowered)
+        self.manager.run(ProfileCosts(plan, key, source, self.manager.code, self.source.progress))
+        table = CostTable.parse(self.workspace.read_text(COSTS), COSTS)
+        if table.gpu is None or table.link is None:
+            self.source.notes.append(
+                f"{COSTS} has no times of a GPU and its link: none was measured; --costs auto,NAME "
+                "takes them from a hardware description"
+            )
 
     def _read_calibration(self) -> ReadCalibration | None:
         """Reads the text, if one is given, before anything that takes long; `predicts` says whether

@@ -1,7 +1,7 @@
 """What is compiled, and how: the model's files and the caller's options.
 
 May import pdscope.{arguments,errors}, pdscope.ir and
-pdscope.compiler.{checkpoint,input_file,trace,passes}.
+pdscope.compiler.{checkpoint,cost_source,input_file,trace,passes}.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from pdscope.compiler.checkpoint import (
     Weights,
     map_parameters,
 )
+from pdscope.compiler.cost_source import CostSource
 from pdscope.compiler.input_file import check_file
 from pdscope.compiler.passes.pack_weights import WeightReader
 from pdscope.compiler.passes.tokenizer_files import COPIED, read_json
@@ -63,6 +64,12 @@ class Options:
     predictor: str | None = None  # None: auto with a calibration, else off
     predictor_budget: int | str | None = None  # bytes a layer, or e.g. "4.2MB"
     predictor_device: str = "auto"
+    costs: str | Path | None = None  # what CostSource.parse reads
+
+    @property
+    def cost_source(self) -> CostSource:
+        """Where the plan's costs come from. Raises InputError."""
+        return CostSource.parse(None if self.costs is None else str(path("costs", self.costs)))
 
     @property
     def cache_predictor(self) -> str:
@@ -96,6 +103,7 @@ class Options:
             raise InputError(f"max_context: expected at least 1, got {self.max_context}")
         if not 1 <= self.max_rows <= 65536:
             raise InputError(f"max_rows: expected 1 to 65536, got {self.max_rows}")
+        _ = self.cost_source  # its faults come to light here
         self._check_prediction()
 
     def _check_prediction(self) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 #: How the plan was built, not what it computes; the library and its source carry the hash, and what
-#: is learned of its routing changes no output.
+#: is learned of its routing, or measured of its parts, changes no output.
 _LEFT_OUT = {"generator", "plan_hash", "target", "files"}
-_BUILT = ("src/", "lib/", "phaseper/", "phaseper.json", "report.html")
+_BUILT = ("src/", "lib/", "phaseper/", "phaseper.json", "report.html", "costs.json")
 
 #: weights_sha256 of dummy weights, of which there is one version.
 DUMMY_WEIGHTS = hashlib.sha256(b"dummy weights 1").hexdigest()
@@ -19,7 +19,7 @@ DUMMY_WEIGHTS = hashlib.sha256(b"dummy weights 1").hexdigest()
 
 def plan_hash(manifest: Mapping[str, Any]) -> str:
     """SHA-256 in hexadecimal over plan.json's fields and the hashes of the files it lists; without
-    the target, what the code was built into, predictors, and the model's name."""
+    the target, what the code was built into, predictors, costs, and the model's name."""
     content = {name: value for name, value in manifest.items() if name not in _LEFT_OUT}
     content["model"] = {k: v for k, v in manifest["model"].items() if k != "source_name"}
     content["files"] = {

@@ -1,5 +1,5 @@
 """Checks plan.json against pdscope/plan_schema.json: lightly at every load, in full by --verify and
-the compiler.
+the compiler; and lightly other files against theirs.
 
 May import pdscope.errors; jsonschema only inside `check_full`. The light check reads the same
 schema, so there is one truth; it knows the keywords that the schema uses and refuses a schema that
@@ -32,18 +32,24 @@ _KNOWN = {
 
 
 @cache
-def schema() -> dict[str, Any]:
-    """The JSON schema of plan.json."""
-    text = (Path(__file__).parent / "plan_schema.json").read_text(encoding="utf-8")
+def schema(name: str = "plan_schema.json") -> dict[str, Any]:
+    """The JSON schema of plan.json, or another one beside this file."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
+
+
+def first_problem(data: object, name: str, where: str) -> str | None:
+    """The first field of `data` that the schema file `name` refuses, behind `where`, and what was
+    expected; None: there is none."""
+    return _problem(data, schema(name), where, schema(name))
 
 
 def check_light(data: object) -> None:
     """Raises PlanError naming the first field of `data` that the schema refuses. Takes well under
     10 ms.
     """
-    if problem := _problem(data, schema(), "plan.json"):
+    if problem := first_problem(data, "plan_schema.json", "plan.json"):
         raise PlanError(f"{problem}: the plan was cut short or edited; recompile the model")
 
 
@@ -66,12 +72,12 @@ def _is_type(value: object, name: str) -> bool:
     return isinstance(value, _TYPES[name])
 
 
-def _problem(value: object, rule: dict[str, Any], where: str) -> str | None:
+def _problem(value: object, rule: dict[str, Any], where: str, root: dict[str, Any]) -> str | None:
     if unknown := rule.keys() - _KNOWN:
-        raise AssertionError(f"plan_schema.json uses {sorted(unknown)}, unknown to the light check")
+        raise AssertionError(f"a schema uses {sorted(unknown)}, unknown to the light check")
     if "$ref" in rule:
-        rule = schema()["$defs"][rule["$ref"].removeprefix("#/$defs/")]
-    return _scalar_problem(value, rule, where) or _nested_problem(value, rule, where)
+        rule = root["$defs"][rule["$ref"].removeprefix("#/$defs/")]
+    return _scalar_problem(value, rule, where) or _nested_problem(value, rule, where, root)
 
 
 def _scalar_problem(value: object, rule: dict[str, Any], where: str) -> str | None:
@@ -93,12 +99,14 @@ def _scalar_problem(value: object, rule: dict[str, Any], where: str) -> str | No
     return None
 
 
-def _nested_problem(value: object, rule: dict[str, Any], where: str) -> str | None:
+def _nested_problem(
+    value: object, rule: dict[str, Any], where: str, root: dict[str, Any]
+) -> str | None:
     if isinstance(value, list):
         if len(value) < rule.get("minItems", 0):
             return f"{where}: must not be empty"
         for index, item in enumerate(value):
-            if problem := _problem(item, rule.get("items", {}), f"{where}[{index}]"):
+            if problem := _problem(item, rule.get("items", {}), f"{where}[{index}]", root):
                 return problem
     if not isinstance(value, dict):
         return None
@@ -110,11 +118,11 @@ def _nested_problem(value: object, rule: dict[str, Any], where: str) -> str | No
     properties = rule.get("properties", {})
     others = rule.get("additionalProperties", {})
     for key, item in value.items():
-        if problem := _problem(key, rule.get("propertyNames", {}), f"{where}: key"):
+        if problem := _problem(key, rule.get("propertyNames", {}), f"{where}: key", root):
             return problem
         if key not in properties and others is False:
             return f"{where}: unknown key {key!r}"
-        if problem := _problem(item, properties.get(key, others), f"{where}: {key}"):
+        if problem := _problem(item, properties.get(key, others), f"{where}: {key}", root):
             return problem
     return None
 

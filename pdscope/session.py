@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 Messages = Sequence[Mapping[str, Any]]
 
+MEASURES = ("experts", "shared", "attention", "predict", "context")  # PDS_MEASURE_*
+
 
 @dataclass(frozen=True)
 class SessionStats:
@@ -154,6 +156,43 @@ class Session(SessionCore):
             where = c.cast("float *", out.ctypes.data)
             self._check(self._lib.pds_predict(self._pointer(), asked, where))
         return out
+
+    def measure(
+        self,
+        what: str,
+        layer: int,
+        rows: int = 0,
+        seq: int = 0,
+        experts: Mapping[int, int] | None = None,
+    ) -> int:
+        """Nanoseconds that a part of a step takes on made-up rows, for the compiler's cost table.
+
+        what: one of MEASURES. "experts": one job of `experts`, each with its number of tokens;
+        "shared", "predict": of `rows` rows; "attention": norm, attention, norm and gate of `rows`
+        rows that would continue sequence `seq`, which stays as it is; "context": nothing (0), but
+        `seq` gets `rows` made-up tokens. Raises InputError, BudgetError.
+        """
+        if what not in MEASURES:
+            raise InputError(f"what is {what!r}, expected one of {', '.join(MEASURES)}")
+        check_range("layer", layer, 0, self.engine.info.layers)
+        seq = self._sequence("seq", seq)
+        check_range("rows", rows, 0, 2**31)
+        c, given = ffi(), experts or {}
+        out = c.new("int64_t *")
+        with self._operation(*([seq] if what == "context" else [])):
+            first = self._length(seq)
+            keep = [
+                c.new("int32_t[]", list(range(first, first + rows))),
+                c.new("int32_t[]", [seq] * rows),
+                c.new("uint32_t[]", list(given)),
+                c.new("uint32_t[]", list(given.values())),
+            ]
+            asked = c.new(
+                "pds_measurement *", [MEASURES.index(what), layer, rows, *keep[:2], len(given)]
+            )
+            asked.expert, asked.tokens = keep[2:]
+            self._check(self._lib.pds_measure(self._pointer(), asked, out))
+        return int(out[0])
 
     def prefill(
         self, ids: ArrayLike, seq: int = 0, all_logits: bool = False

@@ -39,6 +39,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/gpu_step.c",
     "src/twins.c",
     "src/schedule.c",
+    "src/measure.c",
     "src/exec.c",
     "src/engine.c",
     "src/session.c",

@@ -101,6 +101,15 @@ if TYPE_CHECKING:
     help="Where predictors are trained. auto: on a GPU, if PyTorch finds one.",
 )
 @click.option(
+    "--costs",
+    metavar="auto|FILE|NAME",
+    help="What the model's parts cost, for the plan's costs.json. auto: measured here, in about 10 "
+    "seconds, and kept in PDSCOPE_CACHE for other plans of these dimensions. FILE: another plan's "
+    "costs.json, or a hardware description. NAME: a shipped description: a100-6230r, h200-emr16, "
+    "rtx3090-epyc7452, v100-6230r. auto,NAME: measured here, but GPU and link of NAME. Default: "
+    "off, no costs.json.",
+)
+@click.option(
     "--dry-run", is_flag=True, help="Trace, schedule and print the memory table; write nothing."
 )
 @click.option("--force", is_flag=True, help="Replace the plan that OUTPUT already holds.")

@@ -219,6 +219,25 @@ typedef struct pds_schedule {
                                * prefill, in 1/65536; NULL: not known */
 } pds_schedule;
 
+/* --- measuring: what the compiler's cost table is made of --- */
+enum {
+  PDS_MEASURE_EXPERTS = 0,   /* one parallel job of a layer's experts */
+  PDS_MEASURE_SHARED = 1,    /* its shared expert, on `rows` rows */
+  PDS_MEASURE_ATTENTION = 2, /* norm, attention, norm and gate of `rows` rows */
+  PDS_MEASURE_PREDICT = 3,   /* the predictor's logits of `rows` rows, at most 16 */
+  PDS_MEASURE_CONTEXT = 4    /* nothing: the rows join their sequences, as if a step had computed them */
+};
+typedef struct pds_measurement {
+  uint32_t what;           /* PDS_MEASURE_* */
+  uint32_t layer;
+  uint32_t rows;
+  const int32_t *position; /* [rows], ATTENTION and CONTEXT, as in pds_batch: they continue their sequences */
+  const int32_t *seq;      /* [rows] */
+  uint32_t n;              /* EXPERTS: how many */
+  const uint32_t *expert;  /* [n], none twice */
+  const uint32_t *tokens;  /* [n] rows of each, at least 1; max_rows x top_k at most in all */
+} pds_measurement;
+
 typedef struct pds_session_options {
   uint32_t max_seqs;  /* sequence ids run from 0 to max_seqs - 1; 0: 1 */
   uint32_t kv_tokens; /* KV capacity over all sequences, rounded up to whole blocks; 0: max_context */
@@ -325,6 +344,9 @@ pds_status pds_session_create(pds_engine *engine, const pds_session_options *opt
 void pds_session_destroy(pds_session *session);
 pds_status pds_step(pds_session *session, const pds_batch *batch, pds_logits *out_logits); /* blocking */
 pds_status pds_predict(pds_session *session, const pds_prediction *asked, float *out_logits); /* blocking; [n, experts of the next layer]: what steps predict with */
+/* Time of a part of a step on made-up rows, with the kernels and workers of a step, which are awake. Results of
+ * steps do not depend on it, but those in sequences that CONTEXT has extended. */
+pds_status pds_measure(pds_session *session, const pds_measurement *asked, int64_t *out_ns); /* blocking */
 void pds_cancel(pds_session *session); /* from any thread: the running step, or else the next one, returns PDS_ERR_CANCELLED */
 pds_status pds_session_get_stats(const pds_session *session, pds_session_stats *out_stats);
 pds_status pds_session_set_tap(pds_session *session, pds_tap_fn fn, void *user); /* NULL: none */

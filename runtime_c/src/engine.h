@@ -79,4 +79,8 @@ void pds_learn_free(pds_engine *engine);
 pds_status pds_predict_rows(pds_session *session, pds_step_ctx *ctx, const pds_prediction *asked,
                             float *out_logits);
 
+/* measure.c: the same of a measurement. */
+pds_status pds_measure_part(pds_session *session, pds_step_ctx *ctx, const pds_measurement *asked,
+                            int64_t *out_ns);
+
 #endif

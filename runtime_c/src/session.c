@@ -275,6 +275,13 @@ pds_status pds_predict(pds_session *session, const pds_prediction *asked, float 
   return leave(session, pds_predict_rows(session, &ctx, asked, out_logits));
 }
 
+pds_status pds_measure(pds_session *session, const pds_measurement *asked, int64_t *out_ns) {
+  if (!asked || !out_ns) return pds_fail(PDS_ERR_ARGUMENT, "measurement: a null pointer");
+  PDS_RETURN_IF_ERROR(enter(session));
+  pds_step_ctx ctx = context_of(session);
+  return leave(session, pds_measure_part(session, &ctx, asked, out_ns));
+}
+
 void pds_cancel(pds_session *session) {
   if (session) atomic_store_explicit(&session->cancel, true, memory_order_relaxed);
 }

@@ -1,0 +1,384 @@
+"""Measure what the parts of a model cost on this machine, through the plan's own runtime:
+costs.json.
+
+A measurement is one job of a step's workers and kernels on made-up rows (pds_measure). Weights
+rotate over layers and experts, so that caches hold of them what they hold in a step. Measurements
+of all points take turns, so that what else the machine does spreads over them; the medians are
+fitted. A table is kept in the cache, for other plans of models with the same dimensions. May import
+numpy, pdscope.{config,costs,engine,errors,plan,session} and
+pdscope.compiler.{cost_source,costs,passmanager,source}.
+"""
+
+import contextlib
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pdscope import config
+from pdscope.compiler.cost_source import CostSource
+from pdscope.compiler.costs import (
+    JSON,
+    Bar,
+    CostTable,
+    Device,
+    Figure,
+    Machine,
+    ModelKey,
+    bar_of,
+    expert_bytes,
+    fit,
+)
+from pdscope.compiler.passmanager import Workspace, writing
+from pdscope.compiler.source import Progress
+from pdscope.engine import Engine
+from pdscope.errors import DiskError, PlanError
+from pdscope.plan import Plan
+from pdscope.routing_records import moe_layers
+
+SECONDS = 8.0  # for measuring, without loading the plan
+ROUNDS = 25  # samples of a point, if there is time
+LEAST = 3
+TOKENS = 4096  # of an expert, at most
+CONTEXT = 4096
+PREFILL_ROWS = 128  # whose time with a context is compared with that without
+ROTATE = 1 << 30  # bytes of experts that take turns: more than caches hold
+_COPIED = 4 << 30  # bytes of weights up to which a plan is loaded as for a run
+
+_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+GRID = (*_STEPS, 768, 1024, 1536, 2048, 3072, TOKENS)
+
+
+class Clock(Protocol):
+    """What is measured, each in ns."""
+
+    def experts(self, n: int, tokens: int) -> int:
+        """One job of n experts with so many tokens each."""
+
+    def shared(self, rows: int) -> int: ...
+
+    def attention(self, rows: int, context: bool) -> int:
+        """Norm, attention, norm and gate; context: of rows behind Limits.context tokens."""
+
+    def predict(self) -> int:
+        """Of one row."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What can be measured of a plan."""
+
+    experts: int
+    top_k: int
+    max_rows: int
+    context: int  # tokens that a sequence is given for attention's time with a context
+    shared: bool
+    predicts: bool
+
+    @property
+    def expert_tokens(self) -> int:
+        """Of all experts of a job."""
+        return self.max_rows * self.top_k
+
+    @property
+    def prefill_rows(self) -> int:
+        return min(PREFILL_ROWS, self.max_rows)
+
+
+Key = tuple[str, int, int]  # what, experts or 0 / 1 for context, tokens or rows
+
+
+def points(limits: Limits) -> list[Key]:
+    """What is to be measured, by ascending work within each kind."""
+    many = min(limits.experts, max(8, limits.top_k))
+    found: list[Key] = [("experts", n, 1) for n in _below(many)]
+    for tokens in (t for t in GRID if 1 < t <= limits.expert_tokens):
+        found.append(("experts", min(many, limits.expert_tokens // tokens), tokens))
+    rows = [1 << i for i in range(13) if 1 << i <= limits.max_rows]
+    found += [("attention", 0, n) for n in rows]
+    if limits.prefill_rows not in rows:
+        found.append(("attention", 0, limits.prefill_rows))
+    found += [("attention", 1, n) for n in sorted({1, limits.prefill_rows})]
+    if limits.shared:
+        found += [("shared", 0, n) for n in rows]
+    return found + ([("predict", 0, 1)] if limits.predicts else [])
+
+
+def _below(many: int) -> list[int]:
+    """1, 2, 4 ... and `many`: jobs that tell a job's start from an expert's time."""
+    return sorted({n for n in (1, 2, 4) if n < many} | {many})
+
+
+def sample(
+    clock: Clock,
+    limits: Limits,
+    *,
+    seconds: float = SECONDS,
+    now: Callable[[], float] = time.monotonic,
+    advance: Callable[[int], None] = lambda _: None,
+) -> dict[Key, list[int]]:
+    """LEAST to ROUNDS samples of each point, in about `seconds`.
+
+    Points that a third of it does not reach in the first round are left out: the greatest of their
+    kind. `advance` is told milliseconds.
+    """
+    begin = last = now()
+    taken: dict[Key, list[int]] = {}
+
+    def take(key: Key) -> None:
+        nonlocal last
+        what, n, count = key
+        if what == "experts":
+            ns = clock.experts(n, count)
+        elif what == "attention":
+            ns = clock.attention(count, bool(n))
+        else:
+            ns = clock.shared(count) if what == "shared" else clock.predict()
+        taken.setdefault(key, []).append(ns)
+        after = now()
+        advance(max(0, int(1000 * (min(after, begin + seconds) - last))))
+        last = max(last, min(after, begin + seconds))
+
+    # The lightest of every kind first: a slow machine has something of each.
+    for key in sorted(points(limits), key=lambda key: key[2]):
+        needed = (
+            key[2] <= 2
+            or key[:2] == ("attention", 1)
+            or key == ("attention", 0, limits.prefill_rows)
+        )
+        if needed or now() - begin < seconds / LEAST:
+            take(key)
+    for done in range(1, ROUNDS):
+        if done >= LEAST and now() - begin >= seconds:
+            break
+        for key in taken:
+            if done >= LEAST and now() - begin >= seconds:
+                break
+            take(key)
+    return taken
+
+
+def device_of(taken: Mapping[Key, list[int]], limits: Limits) -> Device:
+    """The CPU's costs of measurements that hold `points`, or the lighter of them."""
+    start, each = _start_and_expert(taken)
+    experts: dict[int, Bar] = {1: each}
+    for what, n, tokens in taken:
+        if what == "experts" and tokens > 1:
+            experts[tokens] = _bar(taken[what, n, tokens], start.ns, n)
+    curves = {
+        name: fit(
+            [
+                (rows, bar_of(taken[what, n, rows]))
+                for what, n, rows in taken
+                if (what, n) == (name, 0)
+            ]
+        )
+        for name in ("attention", "shared")
+        if any(key[:2] == (name, 0) for key in taken)
+    }
+    predicted = taken.get(("predict", 0, 1))
+    return Device(
+        start=start,
+        expert=fit(sorted(experts.items())),
+        attention=curves["attention"],
+        context_row=_context_row(taken, 1, limits.context),
+        context_row_prefill=_context_row(taken, limits.prefill_rows, limits.context),
+        shared=curves.get("shared"),
+        predict=_figure(bar_of(predicted)) if predicted else None,
+    )
+
+
+def _start_and_expert(taken: Mapping[Key, list[int]]) -> tuple[Figure, Bar]:
+    """A job of n experts of one token takes start + n x each: the least squares line through its
+    medians. With one expert alone, all of its time is the expert's."""
+    jobs = {
+        n: bar_of(ns) for (what, n, tokens), ns in taken.items() if (what, tokens) == ("experts", 1)
+    }
+    if len(jobs) == 1:
+        ((n, bar),) = jobs.items()
+        return Figure(0, Bar(0, 0, 0)), _divided(bar, n)
+    count, total = len(jobs), sum(jobs)
+    times = sum(bar.median for bar in jobs.values())
+    above = count * sum(n * bar.median for n, bar in jobs.items()) - total * times
+    below = count * sum(n * n for n in jobs) - total * total
+    each = max(1, above // below)
+    start = max(0, (times - each * total) // count)
+    one, many = jobs[min(jobs)], jobs[max(jobs)]
+    bar = Bar(*(max(0, ns - min(jobs) * each) for ns in (one.min, one.median, one.max)))
+    n = max(jobs)
+    expert = [max(1, (ns - start) // n) for ns in (many.min, many.median, many.max)]
+    # The line's own slope is the fitted value; the bar is that of the largest job.
+    return Figure(start, bar), Bar(min(expert[0], each), each, max(expert[2], each))
+
+
+def _bar(samples: list[int], start: int, n: int) -> Bar:
+    return bar_of([max(1, (ns - start) // n) for ns in samples])
+
+
+def _divided(bar: Bar, n: int) -> Bar:
+    return Bar(*(max(1, ns // n) for ns in (bar.min, bar.median, bar.max)))
+
+
+def _context_row(taken: Mapping[Key, list[int]], rows: int, context: int) -> Figure:
+    """ns for each row and 1024 tokens of context; 0 for a context too short to tell."""
+    if not context:
+        return Figure(0)
+    without = bar_of(taken["attention", 0, rows])
+    found = taken["attention", 1, rows]
+    each = [max(0, ns - without.median) * 1024 // (rows * context) for ns in found]
+    return _figure(bar_of(each))
+
+
+def _figure(bar: Bar) -> Figure:
+    return Figure(bar.median, bar)
+
+
+class PlanClock:
+    """Measures through a loaded plan; weights rotate."""
+
+    def __init__(self, engine: Engine, model: ModelKey) -> None:
+        plan, info = engine.plan, engine.info
+        layers = moe_layers(plan)
+        layer_bytes = model.experts * expert_bytes(model)
+        self.layers = layers[: max(1, -(-ROTATE // layer_bytes))]
+        self.predicting = layers[:-1] if plan.data["predictor"] != "none" else []
+        self.experts_of_layer = model.experts
+        context = min(CONTEXT, info.max_context - min(PREFILL_ROWS, info.max_rows))
+        context = max(0, context) // info.kv_block * info.kv_block
+        self.limits = Limits(
+            experts=model.experts,
+            top_k=model.top_k,
+            max_rows=info.max_rows,
+            context=context,
+            shared=model.shared_inter > 0,
+            predicts=bool(self.predicting),
+        )
+        rows = min(info.max_rows, info.max_context)
+        self.session = engine.session(max_seqs=2, kv_tokens=context + 2 * rows + 2 * info.kv_block)
+        left = context
+        while left:
+            step = min(left, rows)
+            self.session.measure("context", self.layers[0], step, seq=1)
+            left -= step
+        self._turn = 0
+
+    def warm(self) -> None:
+        """Reads every weight that is to be measured once."""
+        each = min(self.experts_of_layer, self.limits.expert_tokens)
+        for layer in self.layers:
+            for first in range(0, self.experts_of_layer, each):
+                ids = range(first, min(first + each, self.experts_of_layer))
+                self.session.measure("experts", layer, experts=dict.fromkeys(ids, 1))
+            self.session.measure("attention", layer, 1)
+
+    def _next(self) -> int:
+        self._turn += 1
+        return self._turn
+
+    def _layer(self) -> int:
+        return self.layers[self._next() % len(self.layers)]
+
+    def experts(self, n: int, tokens: int) -> int:
+        layer = self._layer()
+        first = self._turn // len(self.layers) * n
+        ids = [(first + i) % self.experts_of_layer for i in range(n)]
+        return self.session.measure("experts", layer, experts=dict.fromkeys(ids, tokens))
+
+    def shared(self, rows: int) -> int:
+        return self.session.measure("shared", self._layer(), rows)
+
+    def attention(self, rows: int, context: bool) -> int:
+        return self.session.measure("attention", self._layer(), rows, seq=int(context))
+
+    def predict(self) -> int:
+        return self.session.measure(
+            "predict", self.predicting[self._next() % len(self.predicting)], 1
+        )
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """As the operating system calls it."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name" and value.strip():
+            return " ".join(value.split())
+    return platform.processor() or platform.machine()
+
+
+def measure(engine: Engine, model: ModelKey, progress: Progress) -> CostTable:
+    """The table of a loaded plan: its CPU's part. About SECONDS, and the time to read 1 GiB of
+    weights."""
+    clock = PlanClock(engine, model)
+    try:
+        progress.start("measure costs", int(1000 * SECONDS), "ms")
+        clock.warm()
+        taken = sample(clock, clock.limits, advance=progress.advance)
+    finally:
+        clock.session.close()
+    device = device_of(taken, clock.limits)
+    return CostTable("measured", machine_of(engine), model, device)
+
+
+def machine_of(engine: Engine) -> Machine:
+    info = engine.info
+    return Machine(cpu_name(), info.cores, info.threads, info.isa)
+
+
+@dataclass(frozen=True)
+class ProfileCosts:
+    """costs.json: measured here, unless the cache has it; or what `source` gives."""
+
+    plan: Plan = field(repr=False)  # whole, but for plan.json
+    model: ModelKey
+    source: CostSource
+    code: str  # identity of the compiler and its runtime
+    progress: Progress = field(repr=False)
+
+    name = "profile-costs"
+    reads = ()
+
+    def inputs(self) -> Mapping[str, str]:
+        """Of a measurement also the machine: a compile may be resumed on another one."""
+        given = self.source.table(self.model)
+        return {
+            "model": json.dumps(asdict(self.model)),
+            "given": "" if given is None else given.text(),
+            "measured": f"{cpu_name()} {platform.node()}" if self.source.measured else "",
+        }
+
+    def run(self, workspace: Workspace) -> Mapping[str, str | None]:
+        if self.source.measured:
+            table = self.source.complete(self._measured(), self.model)
+        else:
+            given = self.source.table(self.model)
+            assert given is not None
+            table = given
+        return {workspace.write(JSON, table.text()): None}
+
+    def _measured(self) -> CostTable:
+        weights = "mmap" if self.plan.bytes_under("weights") > _COPIED else None
+        with Engine(self.plan, weights=weights) as engine:
+            kept = self._cache(engine)
+            try:
+                table = CostTable.read(kept)
+                table.check_model(self.model, str(kept))
+                return table
+            except PlanError:  # not there, or damaged
+                table = measure(engine, self.model, self.progress)
+        with contextlib.suppress(OSError, DiskError), writing(kept) as path:
+            path.write_text(table.text(), encoding="utf-8")
+        return table
+
+    def _cache(self, engine: Engine) -> Path:
+        """max_rows decides how far curves reach."""
+        what = [asdict(machine_of(engine)), asdict(self.model), engine.info.max_rows, self.code]
+        key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+        return config.cache_dir() / "costs" / f"{key}.json"
