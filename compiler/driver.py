@@ -17,6 +17,7 @@ from typing import Any
 from pdscope.arguments import flag, path
 from pdscope.compiler import target as targets
 from pdscope.compiler.lowered import LoweredModel
+from pdscope.compiler.passes.plan_gpu import memory_table
 from pdscope.compiler.passmanager import (
     PassResult,
     Workspace,
@@ -93,7 +94,11 @@ def compile_model(
             memory = pipeline.analyse()
             pipeline.check_model()
             return CompileResult(
-                None, pipeline.manifest(), memory.table(), pipeline.results(), tuple(source.notes)
+                None,
+                pipeline.manifest(),
+                memory_table(memory, pipeline.gpu),
+                pipeline.results(),
+                tuple(source.notes),
             )
     if out is None:
         raise InputError("compile: an output directory is needed, except for a dry run")
@@ -113,7 +118,11 @@ def compile_model(
         with disk_errors(destination):
             publish(workspace, destination, replace=force)
     return CompileResult(
-        destination, manifest, memory.table(), pipeline.results(), tuple(source.notes)
+        destination,
+        manifest,
+        memory_table(memory, pipeline.gpu),
+        pipeline.results(),
+        tuple(source.notes),
     )
 
 

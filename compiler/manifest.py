@@ -7,11 +7,15 @@ May import pdscope.compiler.lowered and pdscope.compiler.passes.plan_memory.
 from typing import Any
 
 from pdscope.compiler.lowered import LoweredModel
+from pdscope.compiler.passes.plan_gpu import GpuMemory
 from pdscope.compiler.passes.plan_memory import MemoryPlan
 
 
-def derived_fields(model: LoweredModel, memory: MemoryPlan) -> dict[str, Any]:
+def derived_fields(
+    model: LoweredModel, memory: MemoryPlan, gpu: GpuMemory | None = None
+) -> dict[str, Any]:
     """Nested as in plan.json."""
+    slots = gpu.slots if gpu else 0
     gates = [layer.gate.attrs for layer in model.layers if layer.gate]
     return {
         "model": {
@@ -31,8 +35,8 @@ def derived_fields(model: LoweredModel, memory: MemoryPlan) -> dict[str, Any]:
         "kv_block": memory.kv_block,
         "predictor": next((x.predictor.kind for x in model.layers if x.predictor), "none"),
         "placement": {
-            "device": "cpu",
-            "experts": {"cpu": sum(g.experts for g in gates), "gpu": 0},
+            "device": "gpu0" if gpu else "cpu",
+            "experts": {"cpu": sum(g.experts for g in gates) - slots, "gpu": slots},
         },
         "memory": memory.summary(),
     }

@@ -27,8 +27,10 @@ from pdscope.compiler.passes.collect_traces import (
     no_traces,
 )
 from pdscope.compiler.passes.emit_source import EmitSource
+from pdscope.compiler.passes.hot_experts import PlaceExperts, uniform
 from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
+from pdscope.compiler.passes.plan_gpu import PREDICT_ROWS, GpuMemory, PlanGpu, memory_table
 from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMemory
 from pdscope.compiler.passes.predictor_report import PredictorReport
 from pdscope.compiler.passes.profile_costs import ProfileCosts
@@ -96,11 +98,18 @@ class Pipeline:
         self.chat, problem = chat_template(directory)
         if problem is not None:
             notes.append(problem)
-        self.memory = PlanMemory(options.max_rows).run(self.lowered)
+        rows = PlanMemory(options.max_rows)
+        if options.gpu_mem is not None:
+            rows = PlanMemory(options.max_rows, PREDICT_ROWS)
+        self.memory = rows.run(self.lowered)
+        self.gpu: GpuMemory | None = None
+        if options.gpu_mem is not None:
+            budget = int(options.gpu_mem), int(options.gpu_reserve)
+            self.gpu = PlanGpu(*budget, options.policy).run(self.lowered, self.memory)
         self.manager.run(Schedule(self.lowered, self.memory.max_rows))
         program_bytes = self.workspace.path("program.bin").stat().st_size
         self.memory = self.memory.with_programs(program_bytes)
-        self.manager.run(WriteMemory(self.memory))
+        self.manager.run(WriteMemory(memory_table(self.memory, self.gpu)))
         self._check_costs()
         session, total = self.memory.summary()["session"], _memory_total()
         if session > total:
@@ -144,6 +153,9 @@ class Pipeline:
         if source.options.cost_source.wanted:
             self._profile_costs(Plan(self.workspace.plan, manifest))
             manifest["files"] = self._files()
+        if self.gpu is not None:
+            self._place_experts(self.gpu)
+            manifest["files"] = self._files()
         check_full(manifest)
         # The manifest is the last file: a directory without it is no plan.
         with writing(self.workspace.path("plan.json")) as path:
@@ -177,6 +189,15 @@ class Pipeline:
                 f"{COSTS} has no times of a GPU and its link: none was measured; --costs auto,NAME "
                 "takes them from a hardware description"
             )
+
+    def _place_experts(self, gpu: GpuMemory) -> None:
+        """Who stays on the GPU, and the programs with it."""
+        model = self.lowered
+        self.manager.run(
+            PlaceExperts(
+                model, gpu, self.memory.max_rows, lambda: uniform(model), "uniform", str(0)
+            )
+        )
 
     def _read_calibration(self) -> ReadCalibration | None:
         """Reads the text, if one is given, before anything that takes long; `predicts` says whether
@@ -239,7 +260,7 @@ class Pipeline:
     def manifest(self) -> dict[str, Any]:
         """plan.json, but the plan hash; pdscope/plan_schema.json describes it. A dry run has no
         hashes of weights and code."""
-        fields, files = derived_fields(self.lowered, self.memory), self._files()
+        fields, files = derived_fields(self.lowered, self.memory, self.gpu), self._files()
         programs = Schedule(self.lowered, self.memory.max_rows).programs()
         return {
             "format_version": FORMAT_VERSION,
@@ -261,12 +282,27 @@ class Pipeline:
                 "instructions": sum(len(p.instrs) for p in programs),
                 "isa_hash": f"{ISA_HASH:08x}",
             },
+            **self._gpu_fields(),
             "generation": self.generation,
             "tokenizer": {
                 "file": "tokenizer.json" if "tokenizer.json" in files else None,
                 "chat_template": self.chat,
             },
             "files": files,
+        }
+
+    def _gpu_fields(self) -> dict[str, Any]:
+        """Of a GPU plan alone."""
+        if self.gpu is None:
+            return {}
+        return {
+            "gpu": {
+                "mem": self.gpu.cap,
+                "reserve": self.gpu.reserve,
+                "policy": self.source.options.policy,
+                "resident": self.gpu.resident,
+                "ring": self.gpu.ring,
+            }
         }
 
     def _files(self) -> dict[str, Any]:

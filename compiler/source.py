@@ -18,6 +18,7 @@ from pdscope.compiler.checkpoint import (
 from pdscope.compiler.cost_source import CostSource
 from pdscope.compiler.input_file import check_file
 from pdscope.compiler.passes.pack_weights import WeightReader
+from pdscope.compiler.passes.plan_gpu import POLICIES, RESERVE
 from pdscope.compiler.passes.tokenizer_files import COPIED, read_json
 from pdscope.compiler.trace import TracedModel, load_model
 from pdscope.errors import InputError
@@ -65,6 +66,9 @@ class Options:
     predictor_budget: int | str | None = None  # bytes a layer, or e.g. "4.2MB"
     predictor_device: str = "auto"
     costs: str | Path | None = None  # what CostSource.parse reads
+    gpu_mem: int | str | None = None  # bytes, or e.g. "24GiB"; None: a plan for the CPU alone
+    gpu_reserve: int | str = RESERVE  # of them, the driver's own
+    policy: str = "adaptsched"
 
     @property
     def cost_source(self) -> CostSource:
@@ -73,8 +77,9 @@ class Options:
 
     @property
     def cache_predictor(self) -> str:
-        """What predicts experts of the next layer for prefetches into the CPU's cache."""
-        return "cross_gate" if self.cache_prefetch == "on" else "none"
+        """What predicts experts of the next layer where no net does: for prefetches into the CPU's
+        cache and to a GPU."""
+        return "cross_gate" if self.cache_prefetch == "on" or self.gpu_mem else "none"
 
     @property
     def predicts(self) -> bool:
@@ -105,6 +110,22 @@ class Options:
             raise InputError(f"max_rows: expected 1 to 65536, got {self.max_rows}")
         _ = self.cost_source  # its faults come to light here
         self._check_prediction()
+        self._check_gpu()
+
+    def _check_gpu(self) -> None:
+        object.__setattr__(self, "gpu_reserve", byte_count("gpu_reserve", self.gpu_reserve))
+        if self.policy not in POLICIES:
+            raise InputError(f"policy: expected one of {', '.join(POLICIES)}, got '{self.policy}'")
+        if self.gpu_mem is None:
+            if self.policy != "adaptsched":
+                raise InputError(f"policy: {self.policy} places experts on a GPU: give --gpu-mem")
+            return
+        object.__setattr__(self, "gpu_mem", byte_count("gpu_mem", self.gpu_mem))
+        if not self.cost_source.wanted:
+            raise InputError(
+                "gpu_mem: a GPU plan is decided by what the GPU and its link cost: give --costs, e.g. "
+                "auto,NAME with the name of a shipped hardware description"
+            )
 
     def _check_prediction(self) -> None:
         if self.trace_records is not None:

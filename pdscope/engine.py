@@ -1,7 +1,7 @@
 """One loaded plan: its library, weights and workers, and the sessions on it.
 
-May import pdscope.{arguments,config,errors,generation,learner,learner_thread,native,plan,
-predictors,session,tokens}; never torch, transformers or the compiler.
+May import pdscope.{arguments,config,errors,generation,learner,learner_thread,native,placement,
+plan,predictors,session,tokens}; never torch, transformers or the compiler.
 """
 
 import os
@@ -22,6 +22,7 @@ from pdscope.generation import Completion, Stream
 from pdscope.learner import THRESHOLD
 from pdscope.learner_thread import EngineLearner
 from pdscope.native import CACHE_PREFETCH, LEARNER, PIN, PREDICTOR, WEIGHTS, EngineHandle, ffi
+from pdscope.placement import DEVICES, gpu_info, ledger, open_engine, set_schedule
 from pdscope.plan import Plan
 from pdscope.predictors import Chosen, read_predictors
 from pdscope.session import Messages, Prompt, Session, SessionStats
@@ -39,6 +40,8 @@ def load(
     predictor: str = "auto",
     learner: str = "off",
     learner_threshold: float = THRESHOLD,
+    device: str = "auto",
+    policy: str | None = None,
     verify: bool = False,
 ) -> "Engine":
     """Loads a plan directory for running.
@@ -65,6 +68,9 @@ def load(
     way.
     learner_threshold: the error from which on it does, the share of the next layer's experts that
     were not predicted, 0 to 1.
+    device: "auto": a GPU where the plan was compiled for one and its driver is found, else the CPU
+    (Engine.gpu says why); "gpu"; "cpu".
+    policy: what places experts on a GPU plan, one of pdscope-compile's --policy; None: the plan's.
     verify: check every file's SHA-256 first.
     Raises PlanError (missing, cut short, edited, other version) or TargetError (this CPU cannot run
     it), InputError for an option of another type or out of range.
@@ -84,6 +90,8 @@ def load(
         predictor=predictor,
         learner=learner,
         learner_threshold=learner_threshold,
+        device=device,
+        policy=policy,
     )
 
 
@@ -157,6 +165,8 @@ class Engine:
         predictor: str = "auto",
         learner: str = "off",
         learner_threshold: float = THRESHOLD,
+        device: str = "auto",
+        policy: str | None = None,
     ) -> None:
         threads = index("threads", threads)
         if isa is not None and "\0" in text("isa", isa):
@@ -164,6 +174,7 @@ class Engine:
         if not 0 <= threads <= 1024:
             raise InputError(f"threads is {threads}, expected 0 (one per core) to 1024")
         self._asked_predictor = _choice("predictor", predictor, PREDICTOR)
+        _choice("device", device, DEVICES)
         self._learner = EngineLearner(
             _choice("learner", learner, LEARNER), share("learner_threshold", learner_threshold)
         )
@@ -181,8 +192,12 @@ class Engine:
         )
         self._handle: EngineHandle | None = None
         try:
-            handle = EngineHandle(plan, *options)
+            handle, self._why_device = open_engine(
+                plan, device, lambda gpu: EngineHandle(plan, *options, gpu)
+            )
             plan.hold()
+            self._gpu = gpu_info(handle)
+            self._policy = set_schedule(handle, plan, policy) if self._gpu else None
             predictors = self._set_predictors(handle)
         except PdscopeError:
             plan.check_unchanged()  # then what failed is a mixture of two plans
@@ -246,6 +261,27 @@ class Engine:
             "useful_bytes": int(info.prefetch_useful_bytes),
             "wasted_bytes": int(info.prefetch_bytes - info.prefetch_useful_bytes),
         }
+
+    def gpu(self) -> dict[str, Any]:
+        """What --json says of the GPU: `device`, `why`; with one, its `policy`, `info`
+        (placement.GpuInfo), and `link`: totals over layers of what crossed it (pds_ledger of
+        pdscope.h)."""
+        info = gpu_info(self.handle)
+        report: dict[str, Any] = {"device": "gpu" if info else "cpu", "why": self._why_device}
+        if info is None:
+            return report
+        layers = self.ledger()
+        total = {name: sum(layer[name] for layer in layers) for name in layers[0]}
+        return report | {"policy": self._policy, "info": asdict(info), "link": total}
+
+    def ledger(self) -> list[dict[str, int]]:
+        """pds_ledger of each layer since the policy was set. InputError without a GPU."""
+        return ledger(self.handle, self.info.layers)
+
+    def set_policy(self, policy: str) -> None:
+        """Places experts by another policy from the next step on; ledgers begin anew. InputError
+        without a GPU, or for an unknown name."""
+        self._policy = set_schedule(self.handle, self.plan, policy)
 
     def _set_predictors(self, handle: EngineHandle) -> list[Chosen]:
         """What serves each layer and phase, with its net; sets the nets that there are."""

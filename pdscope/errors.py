@@ -8,7 +8,10 @@ import errno
 
 
 class PdscopeError(Exception):
-    """Base of all of PDScope's own errors."""
+    """Base of all of PDScope's own errors. `status`: the C runtime's code, where it comes from
+    there."""
+
+    status = 0
 
 
 class ModelError(PdscopeError):

@@ -9,6 +9,7 @@ logits array.
 import os
 import re
 import threading
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -28,6 +29,7 @@ from pdscope.errors import (
 )
 from pdscope.plan import Plan
 
+PDS_ERR_DRIVER = 305
 PDS_ERR_CANCELLED = 400
 PDS_ERR_BUSY = 402
 
@@ -54,7 +56,7 @@ _ERRORS: dict[int, type[PdscopeError]] = {
     302: PlanError,
     303: TargetError,
     304: TargetError,
-    305: TargetError,
+    PDS_ERR_DRIVER: TargetError,
     PDS_ERR_CANCELLED: Cancelled,
 }
 
@@ -106,7 +108,9 @@ class Library:
 
     def error(self, status: int) -> PdscopeError:
         text = self.text(self.lib.pds_last_error()) or self.text(self.lib.pds_status_name(status))
-        return _ERRORS.get(status, PdscopeError)(text)
+        error = _ERRORS.get(status, PdscopeError)(text)
+        error.status = status
+        return error
 
     @staticmethod
     def text(pointer: Any) -> str:
@@ -161,6 +165,21 @@ class _Shared:
             self._destroy(self.pointer)
 
 
+def is_driver_error(error: PdscopeError) -> bool:
+    """Whether it says that no GPU can be used here."""
+    return error.status == PDS_ERR_DRIVER
+
+
+@dataclass(frozen=True)
+class GpuOptions:
+    """A GPU to run with: its number, bytes of its memory that may be used, and the driver's library
+    (None: the system's)."""
+
+    number: int
+    mem: int
+    driver: str | None
+
+
 class EngineHandle:
     """Owns a pds_engine."""
 
@@ -172,6 +191,7 @@ class EngineHandle:
         pin: str,
         weights: str,
         cache_prefetch: str,
+        gpu: "GpuOptions | None" = None,
     ) -> None:
         self.library = Library(plan.library)
         self.pid = os.getpid()
@@ -189,6 +209,10 @@ class EngineHandle:
                 "cache_prefetch": CACHE_PREFETCH.index(cache_prefetch),
             },
         )
+        driver = c.NULL
+        if gpu is not None:
+            driver = c.new("char[]", os.fsencode(gpu.driver)) if gpu.driver else c.NULL
+            options.gpu, options.gpu_driver, options.gpu_mem = gpu.number + 1, driver, gpu.mem
         out = c.new("pds_engine **")
         self.library.check(self.library.lib.pds_engine_create(options, out))
         self.pointer = out[0]

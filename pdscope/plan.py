@@ -110,7 +110,7 @@ class Plan:
         if phase not in PHASES:
             raise PlanError(f"no phase {phase!r}: a plan has {', '.join(PHASES)}")
         stem = f"layer{layer:03d}" if isinstance(layer, int) else layer
-        name = f"programs/{stem}.{phase}.plan"
+        name = f"{self._programs}{stem}.{phase}.plan"
         if name not in self.files:
             last = self.model["layers"] - 1
             if not self.program_files(phase):
@@ -126,11 +126,23 @@ class Plan:
         order = {"prologue": "0", "epilogue": "2"}
 
         def key(name: str) -> tuple[int, str, str]:
-            stem, name_phase = name.removeprefix("programs/").split(".")[:2]
+            stem, name_phase = name.removeprefix(self._programs).split(".")[:2]
             return PHASES.index(name_phase), order.get(stem, "1"), stem
 
-        names = [n for n in self.files if n.startswith("programs/") and n.endswith(".plan")]
+        names = [n for n in self.files if n.rpartition("/")[0] + "/" == self._programs]
         return sorted((n for n in names if phase in (None, n.split(".")[1])), key=key)
+
+    @property
+    def gpu(self) -> dict[str, Any] | None:
+        """What plan.json says of a GPU; None: the plan is for the CPU alone."""
+        gpu: dict[str, Any] | None = self.data.get("gpu")
+        return gpu
+
+    @property
+    def _programs(self) -> str:
+        """The folder of the programs that the plan is compiled for: one with a GPU has others for
+        the CPU alone, too."""
+        return "programs/gpu/" if self.gpu else "programs/"
 
     def read_text(self, name: str) -> str:
         """The text of one of the plan's files."""

@@ -19,6 +19,7 @@ from pdscope.compiler.emit import plan_source
 from pdscope.compiler.lowered import LoweredModel
 from pdscope.compiler.manifest import derived_fields
 from pdscope.compiler.passes.lower import Lower
+from pdscope.compiler.passes.plan_gpu import PREDICT_ROWS, GpuMemory, PlanGpu, memory_table
 from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory
 from pdscope.compiler.passes.tokenizer_files import COPIED, chat_template, generation_ids
 from pdscope.errors import PdscopeError, PlanError
@@ -130,11 +131,13 @@ def _derived(plan: Plan) -> Iterator[str]:
     data = plan.data
     graph = parse_graph(plan.read_text("graph.txt"))
     model = Lower(data["dtype"], data["max_context"], data["predictor"]).run(graph)
-    memory = PlanMemory(data["max_rows"]).run(model)
+    said = data.get("gpu")
+    memory = PlanMemory(data["max_rows"], *((PREDICT_ROWS,) if said else ())).run(model)
+    gpu = PlanGpu(said["mem"], said["reserve"], said["policy"]).run(model, memory) if said else None
     memory = memory.with_programs(len(plan.read_bytes("program.bin")))
-    for name, value in _expected(plan, model, memory).items():
+    for name, value in _expected(plan, model, memory, gpu).items():
         yield from _compare(plan, name, value, "graph.txt")
-    yield from _memory_table(plan, memory)
+    yield from _memory_table(plan, memory_table(memory, gpu))
     text = plan.read_text("src/plan.c")
     own_hash = re.search(_HASH, text)
     said = text.splitlines()
@@ -158,18 +161,20 @@ def _derived(plan: Plan) -> Iterator[str]:
         yield f"src/plan.c: {len(said)} lines, graph.txt gives {len(source)}: {_EDITED}"
 
 
-def _expected(plan: Plan, model: LoweredModel, memory: MemoryPlan) -> dict[str, Any]:
+def _expected(
+    plan: Plan, model: LoweredModel, memory: MemoryPlan, gpu: GpuMemory | None
+) -> dict[str, Any]:
     """Fields of plan.json by their dotted names."""
     dummy = plan.model["weights_sha256"] == DUMMY_WEIGHTS
     return {
-        **flatten(derived_fields(model, memory)),
+        **flatten(derived_fields(model, memory, gpu)),
         "model.load_format": "dummy" if dummy else "safetensors",
         **{f"files.{file.path}.bytes": file.bytes for file in model.files},
     }
 
 
-def _memory_table(plan: Plan, memory: MemoryPlan) -> Iterator[str]:
-    said, found = flatten(plan.memory_table()), flatten(memory.table())
+def _memory_table(plan: Plan, table: dict[str, Any]) -> Iterator[str]:
+    said, found = flatten(plan.memory_table()), flatten(table)
     off = [n for n in sorted(said.keys() | found.keys()) if said.get(n) != found.get(n)]
     if off:
         more = f" (and {len(off) - 1} more)" if len(off) > 1 else ""

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 #: How the plan was built, not what it computes; the library and its source carry the hash, and what
-#: is learned of its routing, or measured of its parts, changes no output.
+#: is learned of its routing, or measured of its parts, decides where experts run and no more.
 _LEFT_OUT = {"generator", "plan_hash", "target", "files"}
-_BUILT = ("src/", "lib/", "phaseper/", "phaseper.json", "report.html", "costs.json")
+_BUILT = (
+    *("src/", "lib/", "phaseper/", "phaseper.json", "report.html", "costs.json"),
+    *("hot_experts.json", "program.gpu.bin", "programs/gpu/"),
+)
 
 #: weights_sha256 of dummy weights, of which there is one version.
 DUMMY_WEIGHTS = hashlib.sha256(b"dummy weights 1").hexdigest()

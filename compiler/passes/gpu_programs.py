@@ -5,7 +5,6 @@ Only what may move is a hole; which experts are resident is fixed, as `slot %hot
 pdscope.ir and pdscope.compiler.lowered.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdscope.compiler.lowered import Layer, LoweredModel
@@ -160,9 +159,7 @@ class _LayerProgram:
             ready.append(self.add(Opcode.EXPERT, bound, queue=Queue.CPU, hole=HoleRef(HoleKind.C)))
         done = self.add(Opcode.COMBINE, *ready)
         if ring:
-            self.add(
-                Opcode.UNLOAD, done, queue=Queue.HOST, hole=HoleRef(HoleKind.U), slots=(RING,)
-            )
+            self.add(Opcode.UNLOAD, done, queue=Queue.HOST, hole=HoleRef(HoleKind.U), slots=(RING,))
         return self._of(Kind.MOE, done, experts, top_k)
 
     def _predicted(self) -> int:

@@ -190,17 +190,18 @@ class PlanMemory:
 
 @dataclass(frozen=True)
 class WriteMemory:
-    memory: MemoryPlan
+    """Option: what memory.json is to say."""
+
+    table: Mapping[str, Any]
 
     name = "plan-memory"
     reads = ()
 
     def inputs(self) -> Mapping[str, str]:
-        return {"table": json.dumps(self.memory.table())}
+        return {"table": json.dumps(self.table)}
 
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
-        text = json.dumps(self.memory.table(), indent=2) + "\n"
-        return {workspace.write("memory.json", text): None}
+        return {workspace.write("memory.json", json.dumps(self.table, indent=2) + "\n"): None}
 
 
 def _buffers(model: LoweredModel, rows: int, logits: int, predict: int) -> list[Buffer]:

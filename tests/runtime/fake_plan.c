@@ -40,6 +40,7 @@ const pds_plan pds_the_plan = {
     .max_rows = FAKE_ROWS,
     .max_logits = FAKE_LOGITS,
     .kv_block = FAKE_KV_BLOCK,
+    .predict_rows = 16,
     .files = weight_files,
     .n_files = 1,
     .embed = {PDS_F32, 0, FAKE_VOCAB, FAKE_HIDDEN, 1, 0, 0},

@@ -85,6 +85,7 @@ class Model:
             self.layers,
         )
         p.max_context, p.max_rows, p.max_logits, p.kv_block, p.kv_split = 1024, 128, 8, 64, 128
+        p.predict_rows = 16
         for name, value in plan.items():
             setattr(p, name, value)
 
@@ -302,6 +303,7 @@ class Step:
         c.thread_scratch = ffi.cast("unsigned char *", self.workers.ctypes.data)
         c.kv = ffi.cast("unsigned char *", self.kv.ctypes.data)
         c.table, c.table_stride = ffi.cast("uint32_t *", self.table.ctypes.data), blocks
+        c.predict_step = 1
         c.cpu_holes = ffi.cast("pds_hole *", self.scratch.ctypes.data + self.offsets["HOLES"])
 
     def batch(

@@ -1,0 +1,169 @@
+"""How a loaded plan with a GPU places experts: the device it runs on, the policy, and what decisions
+are made of: costs.json, hot_experts.json, phaseper.json.
+
+May import numpy, pdscope.{config,costs,errors,native,plan}.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pdscope import config
+from pdscope.costs import JSON as COSTS
+from pdscope.costs import Costs, CostTable, Curve
+from pdscope.errors import InputError, PlanError, TargetError
+from pdscope.native import EngineHandle, GpuOptions, ffi, is_driver_error
+from pdscope.plan import PHASES, Plan
+
+DEVICES = ("auto", "cpu", "gpu")
+HOT = "hot_experts.json"
+PHASEPER = "phaseper.json"
+Q16 = 1 << 16
+T = TypeVar("T")
+
+
+def open_engine(plan: Plan, device: str, open_: Callable[[GpuOptions | None], T]) -> tuple[T, str]:
+    """What `open_` makes of the device that the plan is to run on, and why it is that one: a plan
+    with a GPU runs on the CPU, and says so, where "auto" finds no driver."""
+    gpu = gpu_options(plan, device)
+    if gpu is None:
+        return open_(None), "asked for" if device == "cpu" else "the plan is for the CPU alone"
+    try:
+        return open_(gpu), "the plan is for a GPU"
+    except TargetError as error:
+        if device != "auto" or not is_driver_error(error):
+            raise
+        return open_(None), f"no GPU can be used: {error}"
+
+
+def gpu_options(plan: Plan, device: str) -> GpuOptions | None:
+    """The GPU that a load is to open; None: the CPU alone. Raises InputError for one that the plan
+    was not compiled for."""
+    if device == "cpu" or (device == "auto" and plan.gpu is None):
+        return None
+    if plan.gpu is None:
+        raise InputError(
+            f"device is 'gpu', but {plan.path} was compiled for the CPU alone: compile it with "
+            "--gpu-mem"
+        )
+    return GpuOptions(0, plan.gpu["mem"] - plan.gpu["reserve"], config.cuda_driver())
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """`pds_gpu_info` of pdscope.h."""
+
+    name: str
+    resident: int  # experts that stay on it
+    ring: int  # slots for those that come and go
+    pinned: bool  # the weights lie in pinned memory
+    cap: int  # bytes of its memory that may be used, and
+    used: int  # are
+    weight_bytes: int
+    slot_bytes: int
+    expert_bytes: int
+
+
+def gpu_info(handle: EngineHandle) -> GpuInfo | None:
+    """None: everything runs on the CPU."""
+    info = ffi().new("pds_gpu_info *")
+    handle.library.check(handle.library.lib.pds_engine_get_gpu(handle.pointer, info))
+    if not info.present:
+        return None
+    numbers = ("resident", "ring", "cap", "used", "weight_bytes", "slot_bytes", "expert_bytes")
+    return GpuInfo(
+        name=handle.library.text(info.name),
+        pinned=bool(info.pinned),
+        **{name: int(getattr(info, name)) for name in numbers},
+    )
+
+
+def set_schedule(handle: EngineHandle, plan: Plan, policy: str | None) -> str:
+    """Gives the engine what its decisions are made of; returns the policy's name.
+
+    Raises PlanError for a plan whose costs say nothing of a GPU, InputError for an unknown policy.
+    """
+    assert plan.gpu is not None
+    name = policy or plan.gpu["policy"]
+    c, lib = ffi(), handle.library
+    known = lib.text(lib.lib.pds_policies()).split(",")
+    if name not in known:
+        raise InputError(f"policy is {name!r}, expected one of {', '.join(known)}")
+    costs = c.new("pds_costs *")
+    _fill(costs, _costs(plan))
+    popularity = _popularity(plan)
+    hits = _hits(plan)
+    text = c.new("char[]", name.encode())
+    schedule = c.new(
+        "pds_schedule *",
+        {
+            "policy": text,
+            "costs": costs,
+            "popularity": c.cast("uint32_t *", popularity.ctypes.data),
+            "hit_q16": c.cast("uint32_t *", hits.ctypes.data),
+        },
+    )
+    lib.check(lib.lib.pds_engine_set_schedule(handle.pointer, schedule))
+    return name
+
+
+def ledger(handle: EngineHandle, layers: int) -> list[dict[str, int]]:
+    """What crossed the link for each layer since the schedule was set."""
+    found = ffi().new("pds_ledger[]", layers)
+    handle.library.check(handle.library.lib.pds_engine_get_ledger(handle.pointer, found))
+    fields = [name for name, _ in ffi().typeof("pds_ledger").fields]
+    return [{name: int(getattr(one, name)) for name in fields} for one in found]
+
+
+def _costs(plan: Plan) -> Costs:
+    if COSTS not in plan.files:
+        raise PlanError(f"{plan.path}: no {COSTS}, which a plan with a GPU needs: recompile it")
+    table = CostTable.parse(plan.read_text(COSTS), str(plan.path / COSTS))
+    if table.gpu is None or table.link is None:
+        raise PlanError(
+            f"{plan.path / COSTS}: has no times of a GPU and its link: recompile with --costs NAME, "
+            "or auto,NAME, of a hardware description"
+        )
+    return table.costs()
+
+
+def _fill(out: Any, costs: Costs) -> None:
+    for name, value in vars(costs).items():
+        if not isinstance(value, Curve):
+            setattr(out, name, value)
+            continue
+        curve = getattr(out, name)
+        curve.n = len(value.tokens)
+        for k, (tokens, ns) in enumerate(zip(value.tokens, value.ns, strict=True)):
+            curve.tokens[k], curve.ns[k] = tokens, ns
+
+
+def _popularity(plan: Plan) -> Any:
+    """uint32 [layers, experts]: of a million tokens, how many activate each expert."""
+    out = np.zeros((plan.model["layers"], max(1, plan.model["experts"])), np.uint32)
+    try:
+        record = json.loads(plan.read_text(HOT))
+        for layer in record["layers"]:
+            shares = np.asarray(layer["popularity"], np.float64)
+            out[layer["layer"], : len(shares)] = np.round(shares * 1e6)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise PlanError(f"{plan.path / HOT}: {error!r}: recompile the model") from None
+    return out
+
+
+def _hits(plan: Plan) -> Any:
+    """uint32 [layers, phases]: hit rate of predictions for the layer, in 1/65536; a half where
+    phaseper.json says nothing."""
+    out = np.full((plan.model["layers"], len(PHASES)), Q16 // 2, np.uint32)
+    if PHASEPER not in plan.files:
+        return out
+    try:
+        for entry in json.loads(plan.read_text(PHASEPER))["layers"]:
+            columns = [2] if entry["phase"] == "prefill" else [0, 1]
+            out[entry["next"], columns] = round(float(entry["hit"]) * Q16)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise PlanError(f"{plan.path / PHASEPER}: {error!r}: recompile the model") from None
+    return out
