@@ -246,7 +246,7 @@ def _build(
 
 
 def mock_driver() -> Path:
-    """The mock CUDA driver, built into the cache if it is not there: a path for PDSCOPE_CUDA_DRIVER.
+    """The mock CUDA driver, built into the cache if it is not there; for PDSCOPE_CUDA_DRIVER.
 
     Its name carries a hash of all that it depends on. See docs/mock-driver.md.
 

@@ -21,6 +21,7 @@ void mock_default_settings(settings *set) {
       .start = {10000, 10000},
       .rate_d2d = 1000LL * GB,
       .poison = 1,
+      .slow_link = 1,
   };
 }
 
@@ -180,7 +181,7 @@ static const entry entries[] = {
     ENTRY("fail_launch", fail_launch, 0),
     ENTRY("refuse_launch", refuse_launch, 0),
     ENTRY("lose_context", lose_context, 0),
-    ENTRY("slow_link", slow_link, 0),
+    ENTRY("slow_link", slow_link, 1),
     ENTRY("slow_from", slow_from, 0),
     ENTRY("late_events", late_events, 0),
 };

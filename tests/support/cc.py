@@ -44,7 +44,17 @@ def shared_object(sources: Sequence[tuple[Path, Sequence[str]]], flags: Sequence
             objects.append(f"{work}/{i}.o")
             command = [*compiler, *FLAGS, *flags, *extra, *includes, "-c", str(source)]
             subprocess.run([*command, "-o", objects[-1]], check=True)
-        link = [*compiler, *flags, "-shared", "-pthread", *objects, "-lm", "-ldl", "-o", f"{work}/out.so"]
+        link = [
+            *compiler,
+            *flags,
+            "-shared",
+            "-pthread",
+            *objects,
+            "-lm",
+            "-ldl",
+            "-o",
+            f"{work}/out.so",
+        ]
         subprocess.run(link, check=True)
         Path(work, "out.so").rename(target)
     return target
