@@ -226,12 +226,68 @@ def _build(
     start: float,
 ) -> BuildInfo:
     (work / "plan.c").write_text(plan_c)
-    headers = _digest_headers()
     units = [
         _Unit(runtime_c.ROOT, source, flags, (runtime_c.ROOT / source).read_bytes())
         for source, flags in runtime_c.sources(paths)
     ]
     units.append(_Unit(work, "plan.c", (), plan_c.encode()))
+    objects, cached = _objects(units, compiler, progress)
+    data = _link(objects, compiler, work, "libpdscope.so", "pds_abi_version")
+    _write_aside(out, data)
+    return BuildInfo(
+        compiler=compiler.name,
+        isa_paths=paths,
+        objects=len(units),
+        from_cache=cached,
+        seconds=time.monotonic() - start,
+        library_bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def mock_driver() -> Path:
+    """The mock CUDA driver, built into the cache if it is not there; for PDSCOPE_CUDA_DRIVER.
+
+    Its name carries a hash of all that it depends on. See docs/mock-driver.md.
+
+    Raises:
+        TargetError: no compiler, or it failed: its first error lines are in the message.
+        DiskError: the disk is full, or a file-size limit is reached.
+    """
+    compiler = find_compiler()
+    flags = ("-Wl,-z,nodelete",)  # streams of the wall clock are threads: they may outlive dlclose
+    units = [
+        _Unit(runtime_c.ROOT, source, (), (runtime_c.ROOT / source).read_bytes())
+        for source in runtime_c.MOCK_SOURCES
+    ]
+    digest = hashlib.sha256(compiler.identity.encode() + b"\1" + _digest_headers())
+    digest.update("\0".join((*COMMON_FLAGS, *LINK_FLAGS, *LIBRARIES, *flags)).encode())
+    for unit in units:
+        digest.update(f"\1{unit.source}\0{len(unit.content)}\0".encode() + unit.content)
+    folder = config.cache_dir() / "mock-driver" / digest.hexdigest()[:16]
+    path = folder / "libcuda-mock.so"
+    if _is_whole(path):
+        return path
+    try:
+        objects, _ = _objects(units, compiler, None)
+        with tempfile.TemporaryDirectory(prefix="pdscope-build-") as name:
+            data = _link(objects, compiler, Path(name), path.name, "pds_mock_configure", flags)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_aside(path, data)
+        _write_aside(path.with_suffix(".json"), json.dumps(_seal(data)).encode())
+    except OSError as error:
+        full = f"{error.strerror}; free some space, or set PDSCOPE_CACHE and TMPDIR to other disks"
+        if reason := disk_fault(error, full):
+            raise DiskError(f"{error.filename or path}: cannot be written: {reason}") from error
+        raise
+    return path
+
+
+def _objects(
+    units: Sequence[_Unit], compiler: Compiler, progress: Progress | None
+) -> tuple[list[Path], int]:
+    """The units' object files, in their order, and how many of them were in the cache already."""
+    headers = _digest_headers()
     store = config.cache_dir() / "objects"
     try:
         store.mkdir(parents=True, exist_ok=True)
@@ -258,17 +314,7 @@ def _build(
             for job in jobs:
                 job.cancel()
             raise
-    data = _link(objects, compiler, work)
-    _write_aside(out, data)
-    return BuildInfo(
-        compiler=compiler.name,
-        isa_paths=paths,
-        objects=len(units),
-        from_cache=cached,
-        seconds=time.monotonic() - start,
-        library_bytes=len(data),
-        sha256=hashlib.sha256(data).hexdigest(),
-    )
+    return objects, cached
 
 
 def _digest_headers() -> bytes:
@@ -326,21 +372,30 @@ def _made(path: Path, command: Sequence[str], what: str) -> bytes:
     return data
 
 
-def _link(objects: Sequence[Path], compiler: Compiler, work: Path) -> bytes:
-    """The library's bytes. Objects get plain names, since a linker may record what it was given."""
+def _link(
+    objects: Sequence[Path],
+    compiler: Compiler,
+    work: Path,
+    library: str,
+    symbol: str,
+    extra: Sequence[str] = (),
+) -> bytes:
+    """The bytes of `library`, which must have `symbol`. Objects get plain names, since a linker may
+    record what it was given."""
     names = []
     for index, source in enumerate(objects):
         names.append(f"{index:02d}.o")
         shutil.copyfile(source, work / names[-1])
-    made = work / "libpdscope.so"
-    flags = (*LINK_FLAGS, *(ZIG_LINK_FLAGS if compiler.zig else ()))
+    made = work / library
+    flags = (*LINK_FLAGS, *extra, *(ZIG_LINK_FLAGS if compiler.zig else ()))
     command = [*compiler.command, *flags, *names, *LIBRARIES, "-o", made.name]
-    _run(command, work, "linking the plan library")
-    data = _made(made, command, "the plan library")
-    if b"\0pds_abi_version\0" not in data:  # its name in the dynamic string table
+    what = "the plan library" if library == "libpdscope.so" else library
+    _run(command, work, f"linking {what}")
+    data = _made(made, command, what)
+    if f"\0{symbol}\0".encode() not in data:  # its name in the dynamic string table
         raise TargetError(
-            f"'{shlex.join(command[:1])}' linked a library without pds_abi_version; set PDSCOPE_CC "
-            "to another C compiler"
+            f"'{shlex.join(command[:1])}' linked a library without {symbol}; set PDSCOPE_CC to "
+            "another C compiler"
         )
     return data
 

@@ -56,6 +56,21 @@ CORE_SOURCES: tuple[str, ...] = (
     "cuda/driver.c",
 )
 
+#: Sources of the mock CUDA driver, a library of its own, relative to ROOT.
+MOCK_SOURCES: tuple[str, ...] = (
+    "mock/context.c",
+    "mock/config.c",
+    "mock/control.c",
+    "mock/streams.c",
+    "mock/events.c",
+    "mock/memory.c",
+    "mock/modules.c",
+    "mock/work.c",
+    "mock/virtual.c",
+    "mock/wall.c",
+    "mock/faults.c",
+)
+
 
 @dataclass(frozen=True)
 class IsaPath:

@@ -43,6 +43,7 @@ typedef struct CUfunc_st *CUfunction;
   X(500, CUDA_ERROR_NOT_FOUND, "named symbol not found")                                           \
   X(600, CUDA_ERROR_NOT_READY, "device not ready")                                                 \
   X(700, CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered")                   \
+  X(701, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, "too many resources requested for launch")            \
   X(712, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,                                                \
     "part or all of the requested memory range is already mapped")                                 \
   X(713, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED,                                                    \

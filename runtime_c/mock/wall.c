@@ -1,0 +1,125 @@
+/* wall.c: the real clock. Each stream has a thread, so kernels of different streams run at once. A
+ * piece of work is done when its time by the settings has passed and it has really been done; the
+ * times that follow from the settings alone do not drift with the sleeps. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <time.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
+
+#include "mock.h"
+
+int64_t mock_wall_now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec - mock.epoch;
+}
+
+static void sleep_until(int64_t at, int64_t epoch) {
+  struct timespec t = {(at + epoch) / 1000000000, (at + epoch) % 1000000000};
+  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL) == EINTR) continue;
+}
+
+static bool is_copy(const op *o) {
+  return o->kind == OP_H2D || o->kind == OP_D2H;
+}
+
+/* No other copy of this direction was ready earlier. */
+static bool first_in_line(const op *o) {
+  for (CUstream s = mock.streams; s; s = s->next) {
+    const op *other = s->head;
+    if (!s->in_line || other->kind != o->kind || other == o) continue;
+    if (other->ready < o->ready || (other->ready == o->ready && other->seq < o->seq)) return false;
+  }
+  return true;
+}
+
+/* Waits until the head may begin; false: the context is lost. */
+static bool wait_for_turn(CUstream stream) {
+  op *o = stream->head;
+  if (o->ready < stream->reached) o->ready = stream->reached;
+  if (o->kind == OP_WAIT) {
+    while (!o->awaited->done && mock.lost == CUDA_SUCCESS)
+      pthread_cond_wait(&mock.changed, &mock.lock);
+    if (o->awaited->done && o->ready < o->awaited->end) o->ready = o->awaited->end;
+  }
+  if (is_copy(o)) {
+    stream->in_line = true;
+    while ((mock.engines[o->kind].current || !first_in_line(o)) && mock.lost == CUDA_SUCCESS)
+      pthread_cond_wait(&mock.changed, &mock.lock);
+    stream->in_line = false;
+  }
+  return mock.lost == CUDA_SUCCESS;
+}
+
+/* With the lock held before and after, but not while memory is copied, a kernel runs, or time
+ * passes. */
+static void do_head(CUstream stream) {
+  op *o = stream->head;
+  int64_t at = o->ready;
+  engine *e = is_copy(o) ? &mock.engines[o->kind] : NULL;
+  if (e && e->used && at < e->free_at) at = e->free_at;
+  mock_start(o, at);
+  int64_t epoch = mock.epoch;
+  if (o->kind != OP_WAIT) {
+    pthread_mutex_unlock(&mock.lock);
+    mock_perform(o);
+    int64_t performed = mock_wall_now();
+    if (performed < o->end)
+      sleep_until(o->end, epoch);
+    else if (o->kind == OP_KERNEL || o->bytes > 0)
+      o->end = performed; /* it took longer than the settings say */
+    pthread_mutex_lock(&mock.lock);
+  }
+  if (e) {
+    e->current = NULL;
+    e->free_at = o->end;
+  }
+  stream->reached = o->end;
+}
+
+static void *run(void *argument) {
+  CUstream stream = argument;
+#ifdef __linux__
+  prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); /* ns; the default is 50 us */
+#endif
+  pthread_mutex_lock(&mock.lock);
+  for (;;) {
+    while (!stream->head && stream->live) pthread_cond_wait(&mock.changed, &mock.lock);
+    op *o = stream->head;
+    if (!o) break;
+    if (wait_for_turn(stream)) {
+      do_head(stream);
+      if (o->fault != CUDA_SUCCESS)
+        mock_lose(o->fault, o->kind == OP_KERNEL ? "fault fail_launch" : "fault fail_copy");
+      else
+        o->done = true;
+    }
+    mock_pop(stream);
+    pthread_cond_broadcast(&mock.changed);
+  }
+  mock_free_stream(stream);
+  mock.threads--;
+  pthread_cond_broadcast(&mock.changed);
+  pthread_mutex_unlock(&mock.lock);
+  return NULL;
+}
+
+bool mock_wall_thread(CUstream stream) {
+  pthread_attr_t attributes;
+  pthread_t thread;
+  pthread_attr_init(&attributes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  bool made = pthread_create(&thread, &attributes, run, stream) == 0;
+  pthread_attr_destroy(&attributes);
+  if (made) mock.threads++;
+  return made;
+}
+
+CUresult mock_wall_wait(op *o) {
+  while (!o->done && mock.lost == CUDA_SUCCESS) pthread_cond_wait(&mock.changed, &mock.lock);
+  if (mock.lost != CUDA_SUCCESS)
+    return mock_error(mock.lost, "the context is lost: %s", mock.lost_why);
+  return CUDA_SUCCESS;
+}
