@@ -97,7 +97,7 @@ def test_only_cpu_programs_run() -> None:
     assert "differ from the plan's layer 0" in message  # top_k 6, the plan has 2
     layer = renumber(BY_NAME["shared"], 0)
     for text, part in (
-        (layer.replace("q=cpu   wait(@hid)", "q=gpu0  wait(@hid)"), "queue gpu0 needs a GPU plan"),
+        (layer.replace("q=cpu   wait(@hid)", "q=gpu0  wait(@hid)"), "queue gpu0 needs a GPU"),
         (layer.replace("gate    ", "gate tokens"), "gate with token ids"),
         (layer.replace("gate      ", "gate, predict"), "no predictor for layer 0"),
     ):
