@@ -44,7 +44,7 @@ def t_g(given: Inputs, expert: Due) -> int:
 
 
 def balance_target(given: Inputs) -> int:
-    """n_c = argmin max((k - n_c) t_g, n_c t_c), for experts of one token; the smallest of several."""
+    """n_c = argmin max((k - n_c) t_g, n_c t_c), experts of one token; the smallest of several."""
     one = Due(0, 1)
     gpu, cpu, k = given.gpu(one), given.cpu(one), given.top_k
     return min(range(k + 1), key=lambda n: max((k - n) * gpu, n * cpu))

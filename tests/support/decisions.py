@@ -10,6 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 import cffi
+from support.cc import shared_object
+
 from pdscope.compiler.decision import (
     ONE_Q16,
     Decision,
@@ -24,7 +26,6 @@ from pdscope.compiler.decision import (
 )
 from pdscope.ir.isa import Phase
 from pdscope.runtime_c import DECISION_SOURCES, ROOT
-from support.cc import shared_object
 
 MAX_EXPERTS = 1024
 
