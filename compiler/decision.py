@@ -141,6 +141,18 @@ class Inputs:
     def attention_ns(self) -> int:
         return clamp(self.attention)
 
+    @cached_property
+    def backlog_ns(self) -> int:
+        return clamp(self.backlog)
+
+    @cached_property
+    def gpu_busy_ns(self) -> int:
+        return clamp(self.gpu_busy)
+
+    @cached_property
+    def next_gpu_ns(self) -> int:
+        return clamp(self.next_gpu)
+
     def cpu(self, due: Due) -> int:
         """What the expert adds to the CPU's job."""
         return clamp(self.costs.cpu_expert.at(due.tokens))

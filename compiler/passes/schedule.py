@@ -16,7 +16,7 @@ runtime_c/src/decide.c is the same, number by number. Where the paper leaves an 
 May import pdscope.ir and pdscope.compiler.{decision,policies}.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 from pdscope.compiler.decision import (
@@ -137,6 +137,122 @@ def paper(given: Inputs) -> Decision:
     return Decision(hottest(given.cur, on), hottest(given.next, pre), why)
 
 
+# --- the default ---
+
+
+def adaptsched(given: Inputs) -> Decision:
+    """For every number of on-demand loads, this layer's end and then the next one's, as good as it
+    can become from there; the first of the least. Counts what Algorithm 1 leaves out: the link's
+    backlog, what the residents take on the GPU, and that transfers go on in the next layer.
+    """
+    why = Why()
+    ahead = _Ahead(given)
+    least = None
+    for on, (end, link) in enumerate(_layer_ends(given)):
+        now = end + given.attention_ns
+        next_end, wanted = ahead.least(now, link, given.room_pre(on))
+        if least is None or (next_end, end) < least[:2]:
+            least = next_end, end, on, link, wanted
+    assert least is not None
+    why.next_end, why.layer_end, on, link, wanted = least
+    pre = _started(given, on, link, wanted, why)
+    if given.phase is Phase.PREFILL:
+        why.mode = Mode.PREFILL
+    elif on:
+        why.mode = Mode.CROSS if pre else Mode.LOAD
+    else:
+        why.mode = Mode.PREFETCH if pre else Mode.UNLOAD
+    return Decision(hottest(given.cur, on), hottest(given.next, pre), why)
+
+
+def _layer_ends(given: Inputs) -> Iterator[tuple[int, int]]:
+    """(end of this layer, end of its on-demand transfers) for 0, 1, 2 ... of them."""
+    there = given.res[: len(given.res) - given.late]
+    gpu = given.gpu_busy_ns + (given.gpu_start + sum(map(given.gpu, there)) if there else 0)
+    for k, due in enumerate(given.res[len(there) :], start=1):
+        arrival = max(0, given.backlog_ns - (given.late - k) * given.io_expert)
+        gpu = max(gpu, arrival) + t_g(given, due)
+    sums = [0, *accumulate(map(given.cpu, given.cur))]
+    link = given.backlog_ns
+    n = len(given.cur)
+    for on in range(given.room_on() + 1):
+        if on:
+            link = (link or given.io_start) + given.io_expert
+            gpu = max(gpu, link) + t_g(given, given.cur[n - on])
+        left = n - on
+        yield max(gpu, given.cpu_start + sums[left] if left else 0), link
+
+
+class _Ahead:
+    """The next layer when `loads` of its experts, the hottest, are prefetched or loaded then."""
+
+    def __init__(self, given: Inputs) -> None:
+        self.given = given
+        self.cpu = [0, *accumulate(map(given.cpu, given.next))]
+        # Of the hottest k on the GPU.
+        self.gpu = [0, *accumulate(map(given.gpu, reversed(given.next)))]
+
+    def least(self, now: int, link: int, room: int) -> tuple[int, int]:
+        """(its end, loads) for a layer whose gate output is known at `now`, and a link that is done
+        with the layer before at `link`; the fewest loads of several.
+
+        The more loads, the later the GPU and the earlier the CPU: the best is where they cross.
+        """
+        given = self.given
+        io, hit = given.io_expert, given.hit_q16
+        # What the link has moved by then of what will be needed: of prefetches, R_hit is.
+        moved = min(max(now - (link or given.io_start), 0) * hit // ONE_Q16, room * io)
+        low, high = 0, len(given.next)
+        while low < high:
+            middle = (low + high) // 2
+            if self._gpu(now, link, moved, middle) < self._cpu(now, middle):
+                low = middle + 1
+            else:
+                high = middle
+        ends = [
+            (max(self._gpu(now, link, moved, k), self._cpu(now, k)), k)
+            for k in range(max(low - 1, 0), low + 1)
+        ]
+        return min(ends)
+
+    def _cpu(self, now: int, loads: int) -> int:
+        left = len(self.given.next) - loads
+        return now + (self.given.cpu_start + self.cpu[left] if left else 0)
+
+    def _gpu(self, now: int, link: int, moved: int, loads: int) -> int:
+        """The k-th of the late ones arrives when the link has moved k experts in all. GPU times
+        descend, so the chain of late submissions is held up by its first one or by its last."""
+        given, io = self.given, self.given.io_expert
+        there = min(moved // io, loads)
+        end = now + given.next_gpu_ns + (given.gpu_start + self.gpu[there] if there else 0)
+        if loads == there:
+            return end
+        chain = (loads - there) * given.gpu_start + self.gpu[loads] - self.gpu[there]
+        start = link if link > now else now if moved % io else now + given.io_start
+        first = start + (there + 1) * io - moved
+        last = start + loads * io - moved
+        return max(end + chain, first + chain, last + t_g(given, given.next[-loads]))
+
+
+def _started(given: Inputs, on: int, link: int, wanted: int, why: Why) -> int:
+    """How many of the `wanted` experts' transfers start before the next layer's gate output is
+    known; the last of them, partly hidden, only for a positive xi."""
+    io, most = given.io_expert, min(given.room_pre(on), wanted)
+    why.hidden = max(why.layer_end + given.attention_ns - (link or given.io_start), 0)
+    c = (why.hidden + io - 1) // io
+    why.ceil_f = min(c, 2**32 - 1)
+    why.late = c * io - why.hidden
+    why.xi = given.hit_q16 * io > why.late * ONE_Q16
+    if not given.hit_q16:
+        return 0
+    if c > most:
+        return most
+    return c if why.xi or not c else c - 1
+
+
+# --- the table ---
+
+
 def static(given: Inputs) -> Decision:
     return Decision()
 
@@ -146,6 +262,7 @@ def ondemand(given: Inputs) -> Decision:
 
 
 POLICIES: dict[Policy, Callable[[Inputs], Decision]] = {
+    Policy.ADAPTSCHED: adaptsched,
     Policy.PAPER: paper,
     Policy.STATIC: static,
     Policy.ONDEMAND: ondemand,
