@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent
 INCLUDE_DIRS: tuple[str, ...] = ("include", "src", ".")
 
 #: What decides on loads, by itself: it needs no other source, and tests build it alone.
-DECISION_SOURCES: tuple[str, ...] = ("src/decide.c",)
+DECISION_SOURCES: tuple[str, ...] = ("src/decide.c", "src/policy_adaptsched.c")
 
 #: Sources without special instructions, relative to ROOT, in link order.
 CORE_SOURCES: tuple[str, ...] = (

@@ -28,6 +28,7 @@ from pdscope.compiler.decision import (
     Mode,
     Policy,
     Why,
+    clamp,
     hottest,
 )
 from pdscope.ir.isa import Phase
@@ -201,7 +202,7 @@ class _Ahead:
         given = self.given
         io, hit = given.io_expert, given.hit_q16
         # What the link has moved by then of what will be needed: of prefetches, R_hit is.
-        moved = min(max(now - (link or given.io_start), 0) * hit // ONE_Q16, room * io)
+        moved = min(clamp(now - (link or given.io_start)) * hit // ONE_Q16, room * io)
         low, high = 0, len(given.next)
         while low < high:
             middle = (low + high) // 2

@@ -201,10 +201,14 @@ static void decide_ondemand(const pds_decision_in *in, pds_decision *out) {
 }
 
 static void (*const decide[PDS_POLICIES])(const pds_decision_in *, pds_decision *) = {
-    [PDS_POLICY_ADAPTSCHED] = pds_decide_paper, [PDS_POLICY_PAPER] = pds_decide_paper,
-    [PDS_POLICY_STATIC] = decide_static,        [PDS_POLICY_ONDEMAND] = decide_ondemand,
-    [PDS_POLICY_FATE] = decide_ondemand,        [PDS_POLICY_FIDDLER] = decide_ondemand,
-    [PDS_POLICY_HYBRIMOE] = decide_ondemand,    [PDS_POLICY_LRU] = decide_ondemand,
+    [PDS_POLICY_ADAPTSCHED] = pds_decide_adaptsched,
+    [PDS_POLICY_PAPER] = pds_decide_paper,
+    [PDS_POLICY_STATIC] = decide_static,
+    [PDS_POLICY_ONDEMAND] = decide_ondemand,
+    [PDS_POLICY_FATE] = decide_ondemand,
+    [PDS_POLICY_FIDDLER] = decide_ondemand,
+    [PDS_POLICY_HYBRIMOE] = decide_ondemand,
+    [PDS_POLICY_LRU] = decide_ondemand,
     [PDS_POLICY_APEX] = decide_ondemand,
 };
 

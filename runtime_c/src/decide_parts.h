@@ -20,6 +20,7 @@ uint32_t pds_room_pre(const pds_decision_in *in, uint32_t n_on); /* and prefetch
 void pds_take_on(const pds_decision_in *in, uint32_t n, pds_decision *out);
 void pds_take_pre(const pds_decision_in *in, uint32_t n, pds_decision *out);
 
+void pds_decide_adaptsched(const pds_decision_in *in, pds_decision *out);
 void pds_decide_paper(const pds_decision_in *in, pds_decision *out);
 
 #endif
