@@ -36,6 +36,20 @@ class Policy(Enum):
     def number(self) -> int:
         return list(Policy).index(self)
 
+    @property
+    def predictor(self) -> str | None:
+        """Whose prediction its `next` is: PhasePer's, or the next layer's gate on this layer's
+        input; None: it never prefetches."""
+        if self in (Policy.ADAPTSCHED, Policy.PAPER):
+            return "phaseper"
+        return "gate" if self in (Policy.FATE, Policy.HYBRIMOE, Policy.APEX) else None
+
+    @property
+    def keeps(self) -> bool:
+        """What was loaded stays in its slot until another expert takes it; otherwise the slot is
+        empty when the layer is over."""
+        return self not in (Policy.STATIC, Policy.ONDEMAND, Policy.FIDDLER)
+
 
 class Mode(IntEnum):
     """Of Algorithm 1. NONE: the policy has no modes."""
@@ -78,8 +92,9 @@ class Costs(Protocol):
 
 @dataclass(frozen=True)
 class Due:
-    """An expert with work: `tokens` pending (of the next layer: predicted), `popularity` in any
-    unit common to a layer, `weight`: the sum of its routing weights, in 1/65536."""
+    """An expert with work: `tokens` pending (of the next layer: predicted), `popularity`: how
+    often it is activated, of the rows of its phase, `weight`: the sum of its routing weights; both
+    in 1/65536."""
 
     expert: int
     tokens: int
@@ -173,6 +188,18 @@ class Inputs:
         return min(max(self.free_slots - held, 0), len(self.next))
 
 
+@dataclass(frozen=True)
+class Cached:
+    """An expert in a slot, as pds_cached; layer -1: the slot is empty."""
+
+    layer: int
+    expert: int = 0
+    popularity: int = 0
+    used: int = 0
+    score: int = 0
+    kept: bool = False
+
+
 def clamp(ns: int) -> int:
     return min(max(ns, 0), TIME_MAX)
 
@@ -216,6 +243,16 @@ class Decision:
     on: tuple[Load, ...] = ()
     pre: tuple[Load, ...] = ()
     why: Why = field(default_factory=Why)
+
+
+def t_c(given: Inputs, experts: Sequence[Due]) -> int:
+    """A set of experts on the CPU."""
+    return given.cpu_start + sum(map(given.cpu, experts)) if experts else 0
+
+
+def t_g(given: Inputs, expert: Due) -> int:
+    """One expert on the GPU."""
+    return given.gpu_start + given.gpu(expert)
 
 
 def hottest(dues: Sequence[Due], n: int) -> tuple[Load, ...]:

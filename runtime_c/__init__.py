@@ -14,7 +14,12 @@ ROOT = Path(__file__).resolve().parent
 INCLUDE_DIRS: tuple[str, ...] = ("include", "src", ".")
 
 #: What decides on loads, by itself: it needs no other source, and tests build it alone.
-DECISION_SOURCES: tuple[str, ...] = ("src/decide.c", "src/policy_adaptsched.c")
+DECISION_SOURCES: tuple[str, ...] = (
+    "src/decide.c",
+    "src/policy_adaptsched.c",
+    "src/policy_rivals.c",
+    "src/policy_victim.c",
+)
 
 #: Sources without special instructions, relative to ROOT, in link order.
 CORE_SOURCES: tuple[str, ...] = (

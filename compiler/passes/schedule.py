@@ -19,6 +19,7 @@ May import pdscope.ir and pdscope.compiler.{decision,policies}.
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
+from pdscope.compiler import policies
 from pdscope.compiler.decision import (
     ONE_Q16,
     Decision,
@@ -30,18 +31,10 @@ from pdscope.compiler.decision import (
     Why,
     clamp,
     hottest,
+    t_c,
+    t_g,
 )
 from pdscope.ir.isa import Phase
-
-
-def t_c(given: Inputs, experts: tuple[Due, ...]) -> int:
-    """A set of experts on the CPU."""
-    return given.cpu_start + sum(map(given.cpu, experts)) if experts else 0
-
-
-def t_g(given: Inputs, expert: Due) -> int:
-    """One expert on the GPU."""
-    return given.gpu_start + given.gpu(expert)
 
 
 def balance_target(given: Inputs) -> int:
@@ -253,20 +246,10 @@ def _started(given: Inputs, on: int, link: int, wanted: int, why: Why) -> int:
 
 # --- the table ---
 
-
-def static(given: Inputs) -> Decision:
-    return Decision()
-
-
-def ondemand(given: Inputs) -> Decision:
-    return Decision(hottest(given.cur, given.room_on()))
-
-
 POLICIES: dict[Policy, Callable[[Inputs], Decision]] = {
     Policy.ADAPTSCHED: adaptsched,
     Policy.PAPER: paper,
-    Policy.STATIC: static,
-    Policy.ONDEMAND: ondemand,
+    **policies.RIVALS,
 }
 
 

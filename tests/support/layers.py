@@ -10,9 +10,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from support.decisions import Line, Table
+
 from pdscope.compiler.decision import ONE_Q16, Due, Inputs, Policy, ascending
 from pdscope.ir.isa import Phase
-from support.decisions import Line, Table
 
 US, MS = 1_000, 1_000_000
 
