@@ -13,6 +13,14 @@ ROOT = Path(__file__).resolve().parent
 #: Directories for -I, relative to ROOT. "." lets a source say "kernels/kernels.h".
 INCLUDE_DIRS: tuple[str, ...] = ("include", "src", ".")
 
+#: What decides on loads, by itself: it needs no other source, and tests build it alone.
+DECISION_SOURCES: tuple[str, ...] = (
+    "src/decide.c",
+    "src/policy_adaptsched.c",
+    "src/policy_rivals.c",
+    "src/policy_victim.c",
+)
+
 #: Sources without special instructions, relative to ROOT, in link order.
 CORE_SOURCES: tuple[str, ...] = (
     "src/status.c",
@@ -31,7 +39,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/net.c",
     "src/nets.c",
     "src/learn.c",
-    "src/decide.c",
+    *DECISION_SOURCES,
     "src/residency.c",
     "src/gpu.c",
     "src/link.c",

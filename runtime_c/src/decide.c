@@ -28,15 +28,13 @@ int64_t pds_due_gpu(const pds_decision_in *in, const pds_due *due) {
   return pds_time(pds_cost_at(&in->costs->gpu_expert, due->tokens));
 }
 
+int64_t pds_one_gpu(const pds_decision_in *in, const pds_due *due) {
+  return pds_time(in->costs->gpu_start) + pds_due_gpu(in, due);
+}
+
 int64_t pds_io_expert(const pds_decision_in *in) {
   int64_t io = pds_time(in->costs->io_expert);
   return io ? io : 1;
-}
-
-bool pds_colder(const pds_due *a, const pds_due *b) {
-  if (a->tokens != b->tokens) return a->tokens < b->tokens;
-  if (a->popularity != b->popularity) return a->popularity < b->popularity;
-  return a->expert < b->expert;
 }
 
 uint32_t pds_room_on(const pds_decision_in *in) {
@@ -69,10 +67,6 @@ static int64_t job(const pds_decision_in *in, uint32_t n, int64_t sum) {
   return n ? pds_time(in->costs->cpu_start) + sum : 0;
 }
 
-static int64_t one_gpu(const pds_decision_in *in, const pds_due *due) {
-  return pds_time(in->costs->gpu_start) + pds_due_gpu(in, due);
-}
-
 /* n_c = argmin max((k - n_c) t_g, n_c t_c), of experts with one token; the smallest of several. */
 static uint32_t balance(const pds_decision_in *in) {
   int64_t gpu = pds_time(pds_cost_at(&in->costs->gpu_expert, 1));
@@ -100,7 +94,7 @@ static uint32_t global_direction(const pds_decision_in *in, pds_decision_why *wh
     const pds_due *due = is_cur ? in->cur + c : in->next + n;
     sum += pds_due_cpu(in, due);
     why->global_gpu =
-        pds_time(in->costs->io_start) + (all - i) * pds_io_expert(in) + one_gpu(in, due);
+        pds_time(in->costs->io_start) + (all - i) * pds_io_expert(in) + pds_one_gpu(in, due);
     why->global_cpu = job(in, i + 1, sum) + pds_time(in->attention);
     if (why->global_gpu < why->global_cpu) {
       why->global_i = (int32_t)i;
@@ -121,7 +115,7 @@ static uint32_t local_boundary(const pds_decision_in *in, uint32_t first, bool m
     int64_t own = pds_due_cpu(in, in->cur + i);
     if (i >= first) {
       int64_t gpu = pds_time(in->costs->io_start) + (in->n_cur - i) * pds_io_expert(in) +
-                    one_gpu(in, in->cur + i);
+                    pds_one_gpu(in, in->cur + i);
       int64_t cpu = moved ? job(in, i + 1, before + own) : job(in, i, before);
       if (gpu < cpu) {
         why->local_i = (int32_t)i;
@@ -143,7 +137,7 @@ static bool next_gains(const pds_decision_in *in, uint32_t c, pds_decision_why *
   uint32_t left = in->n_next - c + 1;
   int64_t sum = 0;
   for (uint32_t i = 0; i < left; i++) sum += pds_due_cpu(in, in->next + i);
-  why->eq6_gpu = why->late + one_gpu(in, in->next + in->n_next - c);
+  why->eq6_gpu = why->late + pds_one_gpu(in, in->next + in->n_next - c);
   why->eq6_cpu = job(in, left, sum);
   bool holds = why->eq6_gpu < why->eq6_cpu;
   why->eq6 = holds ? PDS_EQ6_HOLDS : PDS_EQ6_FAILS;
@@ -191,43 +185,17 @@ void pds_decide_paper(const pds_decision_in *in, pds_decision *out) {
 
 /* --- the table --- */
 
-static void decide_static(const pds_decision_in *in, pds_decision *out) {
-  (void)in;
-  (void)out;
-}
-
-static void decide_ondemand(const pds_decision_in *in, pds_decision *out) {
-  pds_take_on(in, pds_room_on(in), out);
-}
-
 static void (*const decide[PDS_POLICIES])(const pds_decision_in *, pds_decision *) = {
-    [PDS_POLICY_ADAPTSCHED] = pds_decide_paper, [PDS_POLICY_PAPER] = pds_decide_paper,
-    [PDS_POLICY_STATIC] = decide_static,        [PDS_POLICY_ONDEMAND] = decide_ondemand,
-    [PDS_POLICY_FATE] = decide_ondemand,        [PDS_POLICY_FIDDLER] = decide_ondemand,
-    [PDS_POLICY_HYBRIMOE] = decide_ondemand,    [PDS_POLICY_LRU] = decide_ondemand,
-    [PDS_POLICY_APEX] = decide_ondemand,
+    [PDS_POLICY_ADAPTSCHED] = pds_decide_adaptsched,
+    [PDS_POLICY_PAPER] = pds_decide_paper,
+    [PDS_POLICY_STATIC] = pds_decide_static,
+    [PDS_POLICY_ONDEMAND] = pds_decide_ondemand,
+    [PDS_POLICY_FATE] = pds_decide_fate,
+    [PDS_POLICY_FIDDLER] = pds_decide_fiddler,
+    [PDS_POLICY_HYBRIMOE] = pds_decide_hybrimoe,
+    [PDS_POLICY_LRU] = pds_decide_ondemand,
+    [PDS_POLICY_APEX] = pds_decide_apex,
 };
-
-uint32_t pds_score(uint32_t score, uint32_t weight) {
-  return (uint32_t)(((uint64_t)score * 7 + weight) >> 3);
-}
-
-int32_t pds_victim(uint32_t policy, const pds_cached *slots, uint32_t n, int32_t layer,
-                   uint32_t n_layers, uint32_t now) {
-  (void)policy, (void)layer, (void)n_layers;
-  int32_t victim = -1;
-  uint32_t oldest = 0;
-  for (uint32_t i = 0; i < n; i++) {
-    const pds_cached *slot = slots + i;
-    if (slot->layer < 0) return (int32_t)i;
-    if (slot->kept) continue;
-    if (victim < 0 || now - slot->used > oldest) {
-      victim = (int32_t)i;
-      oldest = now - slot->used;
-    }
-  }
-  return victim;
-}
 
 void pds_decide(const pds_decision_in *in, pds_decision *out) {
   out->n_on = out->n_pre = 0;

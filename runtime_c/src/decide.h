@@ -37,7 +37,7 @@ typedef enum pds_policy {
 typedef struct pds_due {
   uint32_t expert;
   uint32_t tokens;     /* pending; of the next layer: predicted. 1 to PDS_MAX_ROWS */
-  uint32_t popularity; /* how often it is activated, in any unit that is the same for a layer's experts */
+  uint32_t popularity; /* how often it is activated: of the rows of its phase, in 1/65536 */
   uint32_t weight;     /* sum of its routing weights in this step, in 1/65536; saturates */
 } pds_due;
 
@@ -121,6 +121,10 @@ typedef struct pds_cached {
  * the model. Empty slots go first, then those with the least to lose; ties: the lowest index. */
 int32_t pds_victim(uint32_t policy, const pds_cached *slots, uint32_t n, int32_t layer, uint32_t n_layers,
                    uint32_t now);
+
+/* Not 0: what the policy loaded stays in its slot until another expert takes it; otherwise the slot is
+ * empty when the layer is over. */
+int32_t pds_policy_keeps(uint32_t policy);
 
 /* A cached expert's score after a step in which its routing weight was `weight` (0: not activated). */
 uint32_t pds_score(uint32_t score, uint32_t weight);

@@ -1,0 +1,54 @@
+/* policy_victim.c: which cached expert gives up its slot. compiler/policies.py says the same. */
+#include "decide_parts.h"
+
+enum { APEX_WINDOW = 256 }; /* steps after which an expert counts as long unused */
+
+uint32_t pds_score(uint32_t score, uint32_t weight) {
+  return (uint32_t)(((uint64_t)score * 7 + weight) >> 3);
+}
+
+int32_t pds_policy_keeps(uint32_t policy) {
+  return policy != PDS_POLICY_STATIC && policy != PDS_POLICY_ONDEMAND &&
+         policy != PDS_POLICY_FIDDLER;
+}
+
+/* Recently used, often used, soon used: each in 1/65536. */
+static uint32_t apex_worth(const pds_cached *slot, uint32_t layer, uint32_t n_layers,
+                           uint32_t age) {
+  uint32_t recent = (APEX_WINDOW - (age < APEX_WINDOW ? age : APEX_WINDOW)) * (65536 / APEX_WINDOW);
+  uint32_t often = slot->popularity < 65536 ? slot->popularity : 65536;
+  uint32_t ahead = ((uint32_t)slot->layer + n_layers - layer) % n_layers;
+  return recent + often + (uint32_t)((uint64_t)(n_layers - ahead) * 65536 / n_layers);
+}
+
+static uint32_t worth(uint32_t policy, const pds_cached *slot, uint32_t layer, uint32_t n_layers,
+                      uint32_t age) {
+  switch (policy) {
+  case PDS_POLICY_ADAPTSCHED:
+  case PDS_POLICY_HYBRIMOE: return slot->score;
+  case PDS_POLICY_PAPER: return slot->popularity;
+  case PDS_POLICY_FATE: /* shallow layers are predicted worst, and keep their experts longest */
+    return n_layers - (uint32_t)slot->layer;
+  case PDS_POLICY_APEX: return apex_worth(slot, layer, n_layers, age);
+  default: return 0; /* least recently used */
+  }
+}
+
+int32_t pds_victim(uint32_t policy, const pds_cached *slots, uint32_t n, int32_t layer,
+                   uint32_t n_layers, uint32_t now) {
+  int32_t victim = -1;
+  uint64_t least = UINT64_MAX;
+  for (uint32_t i = 0; i < n; i++) {
+    const pds_cached *slot = slots + i;
+    if (slot->layer < 0) return (int32_t)i;
+    if (slot->kept) continue;
+    uint32_t age = now - slot->used; /* modulo 2^32, as steps are counted */
+    uint64_t its = (uint64_t)worth(policy, slot, (uint32_t)layer, n_layers, age) << 32;
+    its |= UINT32_MAX - age;
+    if (victim < 0 || its < least) {
+      victim = (int32_t)i;
+      least = its;
+    }
+  }
+  return victim;
+}
