@@ -40,17 +40,25 @@ from pdscope.errors import DiskError, PlanError
 from pdscope.plan import Plan
 from pdscope.routing_records import moe_layers
 
-SECONDS = 8.0  # for measuring, without loading the plan
+SECONDS = 6.0  # for measuring, without loading the plan
 ROUNDS = 25  # samples of a point, if there is time
 LEAST = 3
 TOKENS = 4096  # of an expert, at most
 CONTEXT = 4096
 PREFILL_ROWS = 128  # whose time with a context is compared with that without
 ROTATE = 1 << 30  # bytes of experts that take turns: more than caches hold
+BUSY = 1.5  # what is more than chance, of busy()
 _COPIED = 4 << 30  # bytes of weights up to which a plan is loaded as for a run
 
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 GRID = (*_STEPS, 768, 1024, 1536, 2048, 3072, TOKENS)
+
+
+def busy(table: CostTable) -> float:
+    """How many times longer than at best an expert mostly took, over its points: about 1.2 on a
+    machine with nothing else to do."""
+    ratios = sorted(bar.median / max(1, bar.min) for _, bar in table.cpu.expert.points)
+    return ratios[len(ratios) // 2] if ratios else 1.0
 
 
 class Clock(Protocol):
@@ -373,8 +381,9 @@ class ProfileCosts:
                 return table
             except PlanError:  # not there, or damaged
                 table = measure(engine, self.model, self.progress)
-        with contextlib.suppress(OSError, DiskError), writing(kept) as path:
-            path.write_text(table.text(), encoding="utf-8")
+        if busy(table) <= BUSY:  # else another compile may do better
+            with contextlib.suppress(OSError, DiskError), writing(kept) as path:
+                path.write_text(table.text(), encoding="utf-8")
         return table
 
     def _cache(self, engine: Engine) -> Path:
