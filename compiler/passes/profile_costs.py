@@ -102,7 +102,7 @@ Key = tuple[str, int, int]  # what, experts or 0 / 1 for context, tokens or rows
 
 def points(limits: Limits) -> list[Key]:
     """What is to be measured, by ascending work within each kind."""
-    many = min(limits.experts, max(8, limits.top_k))
+    many = min(limits.experts, max(8, limits.top_k), limits.expert_tokens)
     found: list[Key] = [("experts", n, 1) for n in _below(many)]
     for tokens in (t for t in GRID if 1 < t <= limits.expert_tokens):
         found.append(("experts", min(many, limits.expert_tokens // tokens), tokens))
@@ -134,11 +134,11 @@ def sample(
     Points that a third of it does not reach in the first round are left out: the greatest of their
     kind. `advance` is told milliseconds.
     """
-    begin = last = now()
+    begin, told = now(), 0
     taken: dict[Key, list[int]] = {}
 
     def take(key: Key) -> None:
-        nonlocal last
+        nonlocal told
         what, n, count = key
         if what == "experts":
             ns = clock.experts(n, count)
@@ -147,9 +147,9 @@ def sample(
         else:
             ns = clock.shared(count) if what == "shared" else clock.predict()
         taken.setdefault(key, []).append(ns)
-        after = now()
-        advance(max(0, int(1000 * (min(after, begin + seconds) - last))))
-        last = max(last, min(after, begin + seconds))
+        spent = int(1000 * min(now() - begin, seconds))
+        advance(spent - told)
+        told = spent
 
     # The lightest of every kind first: a slow machine has something of each.
     for key in sorted(points(limits), key=lambda key: key[2]):
