@@ -374,20 +374,28 @@ class ProfileCosts:
     def _measured(self) -> CostTable:
         weights = "mmap" if self.plan.bytes_under("weights") > _COPIED else None
         with Engine(self.plan, weights=weights) as engine:
-            kept = self._cache(engine)
-            try:
-                table = CostTable.read(kept)
-                table.check_model(self.model, str(kept))
-                return table
-            except PlanError:  # not there, or damaged
-                table = measure(engine, self.model, self.progress)
+            cache, rows = self._cache(engine), engine.info.max_rows
+            if (kept := self._kept(cache, rows)) is not None:
+                return kept
+            table = measure(engine, self.model, self.progress)
         if busy(table) <= BUSY:  # else another compile may do better
-            with contextlib.suppress(OSError, DiskError), writing(kept) as path:
+            with contextlib.suppress(OSError, DiskError), writing(cache / f"{rows}.json") as path:
                 path.write_text(table.text(), encoding="utf-8")
         return table
 
     def _cache(self, engine: Engine) -> Path:
-        """max_rows decides how far curves reach."""
-        what = [asdict(machine_of(engine)), asdict(self.model), engine.info.max_rows, self.code]
+        """The folder of tables of this machine and model: MAX_ROWS.json each, as the rows of a step
+        decide how far curves reach."""
+        what = [asdict(machine_of(engine)), asdict(self.model), self.code]
         key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-        return config.cache_dir() / "costs" / f"{key}.json"
+        return config.cache_dir() / "costs" / key
+
+    def _kept(self, cache: Path, rows: int) -> CostTable | None:
+        """One that reaches as far as a plan of so many rows, if one is whole."""
+        found = [(int(p.stem), p) for p in cache.glob("*.json") if p.stem.isdecimal()]
+        for _, path in sorted(pair for pair in found if pair[0] >= rows):
+            with contextlib.suppress(PlanError):  # damaged
+                table = CostTable.read(path)
+                table.check_model(self.model, str(path))
+                return table
+        return None
