@@ -33,7 +33,7 @@ from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
 from pdscope.compiler.passes.plan_gpu import PREDICT_ROWS, GpuMemory, PlanGpu, memory_table
 from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMemory
 from pdscope.compiler.passes.predictor_report import PredictorReport
-from pdscope.compiler.passes.profile_costs import ProfileCosts
+from pdscope.compiler.passes.profile_costs import BUSY, ProfileCosts, busy
 from pdscope.compiler.passes.programs import Schedule
 from pdscope.compiler.passes.tokenizer_files import (
     TokenizerFiles,
@@ -188,6 +188,12 @@ class Pipeline:
             self.source.notes.append(
                 f"{COSTS} has no times of a GPU and its link: none was measured; --costs auto,NAME "
                 "takes them from a hardware description"
+            )
+
+        if source.measured and busy(table) > BUSY:
+            self.source.notes.append(
+                f"{COSTS}: experts mostly took {busy(table):.1f} times as long as at best: the "
+                "machine was busy; compile again on an idle one"
             )
 
     def _place_experts(self, gpu: GpuMemory) -> None:

@@ -10,10 +10,13 @@ import json
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pdscope.errors import PlanError
 from pdscope.schema import first_problem
+
+if TYPE_CHECKING:
+    from pdscope.plan import Plan
 
 JSON = "costs.json"
 FORMAT = 1
@@ -286,6 +289,11 @@ class CostTable:
         except UnicodeDecodeError as error:
             raise PlanError(f"{path}: not valid UTF-8 ({error}): {_REMEDY}") from None
         return cls.parse(text, str(path))
+
+    @classmethod
+    def of_plan(cls, plan: "Plan") -> Self | None:
+        """A plan's costs.json; None: it was compiled without. Raises PlanError."""
+        return cls.read(plan.path / JSON) if JSON in plan.files else None
 
 
 def _json(value: Any, indent: int = 0) -> str:

@@ -6,8 +6,8 @@ and compared: src/plan.c, memory.json and plan.json, field by field. Taken on tr
 else in the directory repeats: source_name, config_sha256, the target's name, token ids that
 generation_config.json leaves to config.json, and the library's code, which is only hashed.
 
-May import pdscope.{errors,ir,plan,plan_diff,runtime_c,schema} and those passes of the compiler that
-read no weights.
+May import pdscope.{errors,ir,plan,plan_diff,runtime_c,schema}, pdscope.compiler.costs and those
+passes of the compiler that read no weights.
 """
 
 import re
@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pdscope.compiler.costs import JSON, CostTable, model_key
 from pdscope.compiler.emit import plan_source
 from pdscope.compiler.lowered import LoweredModel
 from pdscope.compiler.manifest import derived_fields
@@ -138,6 +139,7 @@ def _derived(plan: Plan) -> Iterator[str]:
     for name, value in _expected(plan, model, memory, gpu).items():
         yield from _compare(plan, name, value, "graph.txt")
     yield from _memory_table(plan, memory_table(memory, gpu))
+    yield from _costs(plan, model)
     text = plan.read_text("src/plan.c")
     own_hash = re.search(_HASH, text)
     said = text.splitlines()
@@ -182,6 +184,13 @@ def _memory_table(plan: Plan, table: dict[str, Any]) -> Iterator[str]:
             f"memory.json: {off[0]}: {said.get(off[0])} is not {found.get(off[0])}, as graph.txt "
             f"and plan.json give{more}: {_EDITED}"
         )
+
+
+def _costs(plan: Plan, model: LoweredModel) -> Iterator[str]:
+    """costs.json, where there is one, is a table of this model."""
+    if (table := CostTable.of_plan(plan)) is not None:
+        table.check_model(model_key(model), JSON)
+    yield from ()
 
 
 def _target(plan: Plan) -> Iterator[str]:

@@ -219,25 +219,6 @@ typedef struct pds_schedule {
                                * prefill, in 1/65536; NULL: not known */
 } pds_schedule;
 
-/* --- measuring: what the compiler's cost table is made of --- */
-enum {
-  PDS_MEASURE_EXPERTS = 0,   /* one parallel job of a layer's experts */
-  PDS_MEASURE_SHARED = 1,    /* its shared expert, on `rows` rows */
-  PDS_MEASURE_ATTENTION = 2, /* norm, attention, norm and gate of `rows` rows */
-  PDS_MEASURE_PREDICT = 3,   /* the predictor's logits of `rows` rows, at most 16 */
-  PDS_MEASURE_CONTEXT = 4    /* nothing: the rows join their sequences, as if a step had computed them */
-};
-typedef struct pds_measurement {
-  uint32_t what;           /* PDS_MEASURE_* */
-  uint32_t layer;
-  uint32_t rows;
-  const int32_t *position; /* [rows], ATTENTION and CONTEXT, as in pds_batch: they continue their sequences */
-  const int32_t *seq;      /* [rows] */
-  uint32_t n;              /* EXPERTS: how many */
-  const uint32_t *expert;  /* [n], none twice */
-  const uint32_t *tokens;  /* [n] rows of each, at least 1; max_rows x top_k at most in all */
-} pds_measurement;
-
 typedef struct pds_session_options {
   uint32_t max_seqs;  /* sequence ids run from 0 to max_seqs - 1; 0: 1 */
   uint32_t kv_tokens; /* KV capacity over all sequences, rounded up to whole blocks; 0: max_context */
@@ -274,6 +255,25 @@ typedef struct pds_session_stats {
   uint64_t prefetch_bytes;     /* pulled into the last-level cache */
   uint64_t prefetch_useful_bytes; /* of them, of activated experts */
 } pds_session_stats;
+
+/* --- measuring: what the compiler's cost table is made of --- */
+enum {
+  PDS_MEASURE_EXPERTS = 0,   /* one parallel job of a layer's experts */
+  PDS_MEASURE_SHARED = 1,    /* its shared expert, on `rows` rows */
+  PDS_MEASURE_ATTENTION = 2, /* norm, attention, norm and gate of `rows` rows */
+  PDS_MEASURE_PREDICT = 3,   /* the predictor's logits of `rows` rows, at most 16 */
+  PDS_MEASURE_CONTEXT = 4    /* nothing: the rows join their sequences, as if a step had computed them */
+};
+typedef struct pds_measurement {
+  uint32_t what;           /* PDS_MEASURE_* */
+  uint32_t layer;
+  uint32_t rows;
+  const int32_t *position; /* [rows], ATTENTION and CONTEXT, as in pds_batch: they continue their sequences */
+  const int32_t *seq;      /* [rows] */
+  uint32_t n;              /* EXPERTS: how many */
+  const uint32_t *expert;  /* [n], none twice */
+  const uint32_t *tokens;  /* [n] rows of each, at least 1; max_rows x top_k at most in all */
+} pds_measurement;
 
 /* One executed instruction. Times are CLOCK_MONOTONIC nanoseconds. Instructions that ran as one
  * parallel job (a layer's shared and routed experts) have the same times. */
