@@ -15,18 +15,35 @@ struct CUctx_st {
 };
 static struct CUctx_st the_context;
 
+/* What each thread has of its own. A pthread key, since the thread sanitizer takes the loader's
+ * release of a loaded library's _Thread_local variables for a race. */
 enum { STACK = 16 };
-static _Thread_local struct {
+typedef struct thread_state {
   uint64_t generation;
   uint32_t n;
-  CUcontext contexts[STACK]; /* NULL: none is current, but something lies below */
-} stack;
-static _Thread_local const char *call_name;
-static _Thread_local char last_text[256];
-
-/* --- calls --- */
+  CUcontext contexts[STACK];
+  const char *call;
+  char last_text[256];
+} thread_state;
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
+static pthread_key_t key;
+
+static void make_key(void) {
+  if (pthread_key_create(&key, free) != 0) abort();
+}
+
+static thread_state *here(void) {
+  pthread_once(&once, make_key);
+  thread_state *state = pthread_getspecific(key);
+  if (!state) {
+    state = mock_alloc(sizeof *state);
+    pthread_setspecific(key, state);
+  }
+  return state;
+}
+
+/* --- calls --- */
 
 /* The settings of the environment count from the first call on. */
 static void first_call(void) {
@@ -40,13 +57,14 @@ static void first_call(void) {
 }
 
 void mock_enter_any(const char *call) {
+  thread_state *thread = here();
   pthread_mutex_lock(&mock.lock);
-  call_name = call;
-  last_text[0] = 0;
-  pthread_once(&once, first_call);
-  if (stack.generation != mock.generation) {
-    stack.generation = mock.generation;
-    stack.n = 0;
+  thread->call = call;
+  thread->last_text[0] = 0;
+  if (mock.generation == 0) first_call();
+  if (thread->generation != mock.generation) {
+    thread->generation = mock.generation;
+    thread->n = 0;
   }
 }
 
@@ -58,7 +76,7 @@ CUresult mock_enter_driver(const char *call) {
 CUresult mock_enter(const char *call) {
   CUresult result = mock_enter_driver(call);
   if (result != CUDA_SUCCESS) return result;
-  if (stack.n == 0 || !stack.contexts[stack.n - 1])
+  if (here()->n == 0)
     return mock_error(CUDA_ERROR_INVALID_CONTEXT, "no context is current in this thread");
   if (mock.retained == 0) return mock_error(CUDA_ERROR_INVALID_CONTEXT, "the context was released");
   mock.count.calls++;
@@ -74,16 +92,17 @@ CUresult mock_leave(CUresult result) {
 }
 
 CUresult mock_error(CUresult result, const char *fmt, ...) {
-  int n = snprintf(last_text, sizeof last_text, "%s: ", call_name);
+  thread_state *thread = here();
+  int n = snprintf(thread->last_text, sizeof thread->last_text, "%s: ", thread->call);
   va_list args;
   va_start(args, fmt);
-  vsnprintf(last_text + n, sizeof last_text - (size_t)n, fmt, args);
+  vsnprintf(thread->last_text + n, sizeof thread->last_text - (size_t)n, fmt, args);
   va_end(args);
   return result;
 }
 
 const char *pds_mock_last(void) {
-  return last_text;
+  return here()->last_text;
 }
 
 void mock_lose(CUresult result, const char *why) {
@@ -247,18 +266,20 @@ CUresult cuCtxPushCurrent_v2(CUcontext context) {
   CUresult result = mock_enter_driver("cuCtxPushCurrent");
   if (result == CUDA_SUCCESS && !good_context(context))
     result = mock_error(CUDA_ERROR_INVALID_CONTEXT, "no such context");
-  if (result == CUDA_SUCCESS && stack.n == STACK)
+  thread_state *thread = here();
+  if (result == CUDA_SUCCESS && thread->n == STACK)
     result = mock_error(CUDA_ERROR_OUT_OF_MEMORY, "the mock's stack holds %d contexts", STACK);
-  if (result == CUDA_SUCCESS) stack.contexts[stack.n++] = context;
+  if (result == CUDA_SUCCESS) thread->contexts[thread->n++] = context;
   return mock_leave(result);
 }
 
 CUresult cuCtxPopCurrent_v2(CUcontext *out_context) {
   CUresult result = mock_enter_driver("cuCtxPopCurrent");
-  if (result == CUDA_SUCCESS && stack.n == 0)
+  thread_state *thread = here();
+  if (result == CUDA_SUCCESS && thread->n == 0)
     result = mock_error(CUDA_ERROR_INVALID_CONTEXT, "no context is current in this thread");
   if (result == CUDA_SUCCESS) {
-    CUcontext top = stack.contexts[--stack.n];
+    CUcontext top = thread->contexts[--thread->n];
     if (out_context) *out_context = top;
   }
   return mock_leave(result);
@@ -269,8 +290,9 @@ CUresult cuCtxSetCurrent(CUcontext context) {
   if (result == CUDA_SUCCESS && context && !good_context(context))
     result = mock_error(CUDA_ERROR_INVALID_CONTEXT, "no such context");
   if (result == CUDA_SUCCESS) {
-    if (stack.n > 0) stack.n--;
-    if (context) stack.contexts[stack.n++] = context;
+    thread_state *thread = here();
+    if (thread->n > 0) thread->n--;
+    if (context) thread->contexts[thread->n++] = context;
   }
   return mock_leave(result);
 }

@@ -132,7 +132,7 @@ typedef struct mock_state {
   bool settings_bad;      /* those of the environment */
   bool initialised;
   bool destroying;     /* the context; with the wall clock that takes time */
-  uint64_t generation; /* of the settings: a reset leaves no thread a context */
+  uint64_t generation; /* counts resets, which leave no thread a context; 0: no call yet */
   uint32_t retained;   /* of the primary context */
   CUresult lost;       /* what every call answers since the context was lost */
   char lost_why[160];

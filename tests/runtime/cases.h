@@ -11,4 +11,5 @@
   X(weights)                                                                                       \
   X(engine)                                                                                        \
   X(fork)                                                                                          \
+  X(cuda)                                                                                          \
   X(kernels)

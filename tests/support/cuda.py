@@ -114,12 +114,16 @@ class Driver:
         self.outputs = {
             name: args.split(",")[0].split("*")[0]
             for name, _, args in lists()["FUNCTIONS"]
-            if re.match(r"[^,]*\*\s*out_", args) and not args.startswith(("char", "const"))
+            if re.match(r"[^,]*\*\s*out_", args)
+            and args.count("out_") == 1
+            and not args.startswith(("char", "const"))
         }
         self.ok = _Checked(self)
         self.is_mock = _has(self.library, "pds_mock_configure")
 
     def __getattr__(self, name: str) -> Any:
+        if name not in self.symbols and not name.startswith("pds_mock"):
+            raise AttributeError(name)
         if name.startswith("pds_mock"):
             return getattr(self.library, name)
         function = getattr(self.library, self.symbols[name])

@@ -133,7 +133,8 @@ def build(
     static: bool = False,
     isa_paths: Sequence[str] | None = None,
 ) -> TestProgram:
-    """Compiles the runtime with fake operators and the hand-made plan into `folder`.
+    """Compiles the runtime with fake operators and the hand-made plan into `folder`, and beside it
+    the mock CUDA driver, unless `static`.
 
     `isa_paths`: the kernel paths to build in; by default all of the architecture's.
     """
@@ -169,12 +170,18 @@ def build(
         _run([*command, "-c", str(source), "-o", str(made)])
         return str(made)
 
+    mock = [(root / source, ()) for source in runtime_c.MOCK_SOURCES if not static]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        jobs = [pool.submit(one, i, source, extra) for i, (source, extra) in enumerate(units)]
+        jobs = [pool.submit(one, i, *unit) for i, unit in enumerate([*units, *mock])]
         objects = [job.result() for job in jobs]
     binary = folder / "runtime-tests"
-    link = [*compiler.command, *flags, "-pthread", *(("-static",) if static else ()), *objects]
-    _run([*link, "-lm", "-ldl", "-o", str(binary)])
+    link = [*compiler.command, *flags, "-pthread"]
+    if mock:
+        library = str(data / "libcuda-mock.so")
+        nodelete = "-Wl,-z,nodelete"
+        _run([*link, "-shared", nodelete, *objects[len(units) :], "-ldl", "-o", library])
+    link += ("-static",) if static else ()
+    _run([*link, *objects[: len(units)], "-lm", "-ldl", "-o", str(binary)])
     return TestProgram(binary, data)
 
 

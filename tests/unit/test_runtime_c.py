@@ -53,7 +53,9 @@ def test_address_and_undefined_behaviour_sanitizers(tmp_path: Path) -> None:
 def test_thread_sanitizer(tmp_path: Path) -> None:
     """The kernels know no threads: one path is enough here."""
     built = sanitized(tmp_path, test_program.TSAN, ("scalar",))
-    test_program.check(built.run("base", "pool", "llc", "nets", "learn", "weights", "engine"))
+    test_program.check(
+        built.run("base", "pool", "llc", "nets", "learn", "weights", "engine", "cuda")
+    )
 
 
 @pytest.mark.verify
