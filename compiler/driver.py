@@ -88,11 +88,10 @@ def compile_model(
     if dry_run:
         with tempfile.TemporaryDirectory(prefix="pdscope-") as scratch:
             pipeline = Pipeline(source, target, Workspace(Path(scratch)), after_pass)
-            memory = pipeline.analyse()
+            pipeline.analyse()
             pipeline.check_model()
-            return CompileResult(
-                None, pipeline.manifest(), memory.table(), pipeline.results(), tuple(source.notes)
-            )
+            table, notes = pipeline.memory_table(), tuple(source.notes)
+            return CompileResult(None, pipeline.manifest(), table, pipeline.results(), notes)
     if out is None:
         raise InputError("compile: an output directory is needed, except for a dry run")
     if not str(out):
@@ -105,14 +104,13 @@ def compile_model(
         recover(destination)
         _check_destination(destination, force)
         pipeline = Pipeline(source, target, workspace, after_pass)
-        memory = pipeline.analyse()
+        pipeline.analyse()
         _check_space(destination, pipeline.lowered, workspace)
         manifest = pipeline.finish()
+        table = pipeline.memory_table()
         with disk_errors(destination):
             publish(workspace, destination, replace=force)
-    return CompileResult(
-        destination, manifest, memory.table(), pipeline.results(), tuple(source.notes)
-    )
+    return CompileResult(destination, manifest, table, pipeline.results(), tuple(source.notes))
 
 
 def resumable(out: str | Path) -> bool:

@@ -27,7 +27,12 @@ from pdscope.compiler.passes.collect_traces import (
 from pdscope.compiler.passes.emit_source import EmitSource
 from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
-from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMemory
+from pdscope.compiler.passes.plan_memory import (
+    CountPredictors,
+    MemoryPlan,
+    PlanMemory,
+    WriteMemory,
+)
 from pdscope.compiler.passes.predictor_report import PredictorReport
 from pdscope.compiler.passes.programs import Schedule
 from pdscope.compiler.passes.tokenizer_files import (
@@ -198,7 +203,13 @@ class Pipeline:
                 advance=source.progress.advance,
             )
         )
+        self.manager.run(CountPredictors(self.lowered, self.memory))
         self.manager.run(PredictorReport())
+
+    def memory_table(self) -> dict[str, Any]:
+        """memory.json, once `analyse` is through."""
+        table: dict[str, Any] = json.loads(self.workspace.read_text("memory.json"))
+        return table
 
     def results(self) -> tuple[PassResult, ...]:
         return tuple(self.workspace.records.values())

@@ -2,14 +2,16 @@
 whether the files agree with each other.
 
 graph.txt, the dtype and the limits decide everything else that a plan says, so it is computed again
-and compared: src/plan.c, memory.json and plan.json, field by field. Taken on trust are what nothing
-else in the directory repeats: source_name, config_sha256, the target's name, token ids that
-generation_config.json leaves to config.json, and the library's code, which is only hashed.
+and compared: src/plan.c, memory.json (where phaseper.json decides what predictors take) and
+plan.json, field by field. Taken on trust are what nothing else in the directory repeats:
+source_name, config_sha256, the target's name, token ids that generation_config.json leaves to
+config.json, and the library's code, which is only hashed.
 
-May import pdscope.{errors,ir,plan,plan_diff,runtime_c,schema} and those passes of the compiler that
-read no weights.
+May import pdscope.{errors,ir,plan,plan_diff,predictor_figures,runtime_c,schema} and those passes of
+the compiler that read no weights.
 """
 
+import json
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from pdscope.compiler.emit import plan_source
 from pdscope.compiler.lowered import LoweredModel
 from pdscope.compiler.manifest import derived_fields
 from pdscope.compiler.passes.lower import Lower
-from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory
+from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, predictor_table
 from pdscope.compiler.passes.tokenizer_files import COPIED, chat_template, generation_ids
 from pdscope.errors import PdscopeError, PlanError
 from pdscope.ir.encode import decode, encode, program_order
@@ -31,6 +33,8 @@ from pdscope.ir.verify import verify, verify_sequence
 from pdscope.plan import Plan
 from pdscope.plan_diff import flatten
 from pdscope.plan_hash import DUMMY_WEIGHTS
+from pdscope.predictor_figures import JSON as PREDICTORS
+from pdscope.predictor_figures import Predictors
 from pdscope.runtime_c import ISA_PATHS
 from pdscope.schema import FORMAT_VERSION, check_full
 
@@ -134,7 +138,7 @@ def _derived(plan: Plan) -> Iterator[str]:
     memory = memory.with_programs(len(plan.read_bytes("program.bin")))
     for name, value in _expected(plan, model, memory).items():
         yield from _compare(plan, name, value, "graph.txt")
-    yield from _memory_table(plan, memory)
+    yield from _memory_table(plan, model, memory)
     text = plan.read_text("src/plan.c")
     own_hash = re.search(_HASH, text)
     said = text.splitlines()
@@ -168,8 +172,12 @@ def _expected(plan: Plan, model: LoweredModel, memory: MemoryPlan) -> dict[str, 
     }
 
 
-def _memory_table(plan: Plan, memory: MemoryPlan) -> Iterator[str]:
-    said, found = flatten(plan.memory_table()), flatten(memory.table())
+def _memory_table(plan: Plan, model: LoweredModel, memory: MemoryPlan) -> Iterator[str]:
+    table = memory.table()
+    if PREDICTORS in plan.files:
+        Predictors.open(plan)  # what is damaged is said there
+        table["predictors"] = predictor_table(model, json.loads(plan.read_text(PREDICTORS)))
+    said, found = flatten(plan.memory_table()), flatten(table)
     off = [n for n in sorted(said.keys() | found.keys()) if said.get(n) != found.get(n)]
     if off:
         more = f" (and {len(off) - 1} more)" if len(off) > 1 else ""

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 #: How the plan was built, not what it computes; the library and its source carry the hash, and what
-#: is learned of its routing changes no output.
+#: is learned of its routing changes no output. memory.json follows from the rest, and counts
+#: predictors too.
 _LEFT_OUT = {"generator", "plan_hash", "target", "files"}
-_BUILT = ("src/", "lib/", "phaseper/", "phaseper.json", "report.html")
+_BUILT = ("src/", "lib/", "phaseper/", "phaseper.json", "memory.json", "report.html")
 
 #: weights_sha256 of dummy weights, of which there is one version.
 DUMMY_WEIGHTS = hashlib.sha256(b"dummy weights 1").hexdigest()

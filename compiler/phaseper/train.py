@@ -86,7 +86,8 @@ def fitting_width(
     least = NetShape(hidden, experts, 16, deep, blocks).bytes()
     raise BudgetError(
         f"a predictor of {budget} bytes a layer and phase: the smallest of this model takes "
-        f"{least}; raise the size budget or leave predictors out"
+        f"{least}; raise --predictor-budget (bytes of a layer's both phases) to {2 * least}, or "
+        "leave predictors out: --predictor off"
     )
 
 

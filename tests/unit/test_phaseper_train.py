@@ -203,7 +203,7 @@ def test_size_budget() -> None:
         assert nets.NetShape(2048, 128, width, deep, blocks).bytes() <= 2_100_000
         assert nets.NetShape(2048, 128, width + 16, deep, blocks).bytes() > 2_100_000
         assert width >= 128
-    with pytest.raises(BudgetError, match="raise the size budget"):
+    with pytest.raises(BudgetError, match="raise --predictor-budget"):
         train.fitting_width(2048, 128, blocks, False, 10_000, 1024)
 
 
