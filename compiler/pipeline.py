@@ -198,6 +198,7 @@ class Pipeline:
                 key=traces.key(),
                 gates=lambda: model_gates(self.lowered.layers, reader),
                 options=train_options(source.options),
+                code=self.manager.code,
                 device=source.options.predictor_device,
                 start=lambda total: source.progress.start("train predictors", total, "rows"),
                 advance=source.progress.advance,

@@ -6,6 +6,7 @@ pdscope.compiler.phaseper; torch comes with its modules, when the pass runs.
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,16 +23,20 @@ if TYPE_CHECKING:
     from pdscope.compiler.phaseper.train import TrainOptions
 
 
+STATES = "training"  # of a training that was cut short
+
+
 @dataclass(frozen=True)
 class TrainPhasePer:
     """`traces`: opens the store; `key`: what the traces were made from; `gates`: gate of every MoE
-    layer but the first, by model-layer number, read when the pass runs; `device`: "cpu", "cuda" or
-    "auto"."""
+    layer but the first, by model-layer number, read when the pass runs; `code`: of the compiler;
+    `device`: "cpu", "cuda" or "auto"."""
 
     traces: Callable[[], "Store"] = field(repr=False)
     key: str
     gates: Callable[[], Mapping[int, Gate]] = field(repr=False)
     options: "TrainOptions"
+    code: str = field(repr=False)
     device: str = "auto"
     start: Callable[[int], None] = lambda _: None  # receives the rows to train on, an estimate
     advance: Callable[[int], None] = lambda _: None  # receives rows trained on since its last call
@@ -48,12 +53,21 @@ class TrainPhasePer:
         from pdscope.compiler.phaseper.build import build_predictors
 
         store, gates = self.traces(), self.gates()
+        states = workspace.scratch(STATES), f"{self.key} {self.code}"
         about, files = build_predictors(
-            store, gates, self.options, self.device, usable_cores(), self.start, self.advance
+            store,
+            gates,
+            self.options,
+            self.device,
+            usable_cores(),
+            self.start,
+            self.advance,
+            states,
         )
         written = [workspace.write(path, data) for path, data in files.items()]
         data: dict[str, Any] = {"traces": self.key, **about}
         written.append(workspace.write("phaseper.json", json.dumps(data, indent=1) + "\n"))
+        shutil.rmtree(states[0])
         return dict.fromkeys(written)
 
 

@@ -286,7 +286,7 @@ def test_faults_of_options_come_before_the_weights(compiled: Compiled, tmp_path:
         compile_model(MODEL, tmp_path / "p", after_pass=lambda r: seen.append(r.name), **options)
 
     text = {"calibration": compiled.chats}
-    with pytest.raises(BudgetError, match="500 bytes a layer and phase: .* raise --predictor-budget"):
+    with pytest.raises(BudgetError, match="500 bytes a layer .* raise --predictor-budget"):
         compiles(predictor_budget=1000, **text)
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="predictor_device: cuda is wanted, but this machine"):

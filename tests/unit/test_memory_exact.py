@@ -113,9 +113,7 @@ def test_demo_model(
 
 @pytest.mark.parametrize("width", [16, 200])
 @pytest.mark.parametrize("name", ["phaseper", "cross_gate", "all"])
-def test_predictors(
-    plans: PlanStore, counter: Path, tmp_path: Path, name: str, width: int
-) -> None:
+def test_predictors(plans: PlanStore, counter: Path, tmp_path: Path, name: str, width: int) -> None:
     """Nets, shallow and deep, and each rival."""
     kinds = ("phaseper", "previous", "frequency", "transition", "cross_gate")
 
