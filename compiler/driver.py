@@ -71,10 +71,11 @@ def compile_model(
     the next layer's experts and prefetch them into the CPU's cache; calibration (a file of text or
     jsonl to train predictors on); trace_records (rows of it a phase); predictor "auto" | "off",
     which is the default without a calibration; predictor_budget (bytes a layer, or e.g. "4.2MB");
-    predictor_device "auto" | "cpu" | "cuda", where they are trained. `force` replaces an existing
-    plan. `dry_run` stops before weights and code, but checks that the checkpoint's tensors and
-    tokenizer fit: `out` may be None. A compile that is killed leaves no plan; the same call resumes
-    behind the last finished pass.
+    predictor_device "auto" | "cpu" | "cuda", where they are trained; dummy_predictor "accuracy:P",
+    which stands in for them with load_format dummy (pdscope/dummy_predictor.py). `force` replaces
+    an existing plan. `dry_run` stops before weights and code, but checks that the checkpoint's
+    tensors and tokenizer fit: `out` may be None. A compile that is killed leaves no plan; the same
+    call resumes behind the last finished pass.
 
     Raises ModelError, TargetError, BudgetError, PlanError or InputError.
     """

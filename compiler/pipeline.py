@@ -43,6 +43,7 @@ from pdscope.compiler.passes.tokenizer_files import (
 from pdscope.compiler.passes.trace_model import CheckSemantics, TraceModel
 from pdscope.compiler.passes.train_phaseper import (
     TrainPhasePer,
+    WriteDummyPredictor,
     check_training,
     model_gates,
     train_options,
@@ -141,6 +142,10 @@ class Pipeline:
         if self.predicts:
             traces = self._collect_traces(Plan(self.workspace.plan, manifest), text)
             self._train_predictors(traces, reader)
+            manifest["files"] = self._files()
+        elif source.options.dummy_predictor is not None:
+            sizes = (manifest["model"][name] for name in ("hidden", "experts", "top_k"))
+            run(WriteDummyPredictor(source.options.dummy_predictor, *sizes))
             manifest["files"] = self._files()
         check_full(manifest)
         # The manifest is the last file: a directory without it is no plan.

@@ -1,6 +1,6 @@
 """What is compiled, and how: the model's files and the caller's options.
 
-May import pdscope.{arguments,errors}, pdscope.ir and
+May import pdscope.{arguments,dummy_predictor,errors}, pdscope.ir and
 pdscope.compiler.{checkpoint,input_file,trace,passes}.
 """
 
@@ -19,6 +19,7 @@ from pdscope.compiler.input_file import check_file
 from pdscope.compiler.passes.pack_weights import WeightReader
 from pdscope.compiler.passes.tokenizer_files import COPIED, read_json
 from pdscope.compiler.trace import TracedModel, load_model
+from pdscope.dummy_predictor import DummyPredictor
 from pdscope.errors import InputError
 from pdscope.ir.graph import Graph
 from pdscope.plan_hash import DUMMY_WEIGHTS
@@ -63,6 +64,7 @@ class Options:
     predictor: str | None = None  # None: auto with a calibration, else off
     predictor_budget: int | str | None = None  # bytes a layer, or e.g. "4.2MB"
     predictor_device: str = "auto"
+    dummy_predictor: str | None = None  # accuracy:P, for dummy weights
 
     @property
     def cache_predictor(self) -> str:
@@ -97,6 +99,22 @@ class Options:
         if not 1 <= self.max_rows <= 65536:
             raise InputError(f"max_rows: expected 1 to 65536, got {self.max_rows}")
         self._check_prediction()
+        self._check_dummy()
+
+    def _check_dummy(self) -> None:
+        if self.dummy_predictor is None:
+            return
+        DummyPredictor.parse(text("dummy_predictor", self.dummy_predictor))
+        given = f"dummy_predictor: {self.dummy_predictor} is given, but"
+        if self.load_format != "dummy":
+            raise InputError(
+                f"{given} the weights are real: train predictors with --calibration FILE, or give "
+                "--load-format dummy"
+            )
+        if self.cache_prefetch == "off":
+            raise InputError(f"{given} cache_prefetch is off, so no program predicts")
+        if self.predicts:
+            raise InputError(f"{given} so are predictors to train: leave one of them out")
 
     def _check_prediction(self) -> None:
         if self.trace_records is not None:

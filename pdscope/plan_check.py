@@ -7,8 +7,8 @@ plan.json, field by field. Taken on trust are what nothing else in the directory
 source_name, config_sha256, the target's name, token ids that generation_config.json leaves to
 config.json, and the library's code, which is only hashed.
 
-May import pdscope.{errors,ir,plan,plan_diff,predictor_figures,runtime_c,schema} and those passes of
-the compiler that read no weights.
+May import pdscope.{dummy_predictor,errors,ir,plan,plan_diff,predictor_figures,runtime_c,schema} and
+those passes of the compiler that read no weights.
 """
 
 import json
@@ -23,6 +23,7 @@ from pdscope.compiler.manifest import derived_fields
 from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, predictor_table
 from pdscope.compiler.passes.tokenizer_files import COPIED, chat_template, generation_ids
+from pdscope.dummy_predictor import DummyPredictor
 from pdscope.errors import PdscopeError, PlanError
 from pdscope.ir.encode import decode, encode, program_order
 from pdscope.ir.graph_text import parse_graph
@@ -174,7 +175,7 @@ def _expected(plan: Plan, model: LoweredModel, memory: MemoryPlan) -> dict[str, 
 
 def _memory_table(plan: Plan, model: LoweredModel, memory: MemoryPlan) -> Iterator[str]:
     table = memory.table()
-    if PREDICTORS in plan.files:
+    if PREDICTORS in plan.files and DummyPredictor.of(plan) is None:
         Predictors.open(plan)  # what is damaged is said there
         table["predictors"] = predictor_table(model, json.loads(plan.read_text(PREDICTORS)))
     said, found = flatten(plan.memory_table()), flatten(table)

@@ -216,7 +216,10 @@ class CollectTraces:
 def no_traces(source: Model, plan: Plan, layers: int) -> str | None:
     """Why no predictor can be trained; None: it can. `plan` need have no weights or code yet."""
     if source.dummy:
-        return "no predictor: dummy weights choose experts at random, so there is nothing to learn"
+        return (
+            "no predictor: dummy weights choose experts at random, so there is nothing to learn; "
+            "--dummy-predictor accuracy:P stands in for one"
+        )
     if layers < 2:
         return f"no predictor: the model has {layers} MoE layers, and the first one needs none"
     if plan.data["tokenizer"]["file"] is None:

@@ -1,7 +1,8 @@
 """Train and choose the predictors of a plan: phaseper/layerNNN.safetensors and phaseper.json.
 
-May import numpy, pdscope.compiler.{lowered,passmanager,quantise,source} and
-pdscope.compiler.phaseper; torch comes with its modules, when the pass runs.
+May import numpy, pdscope.{dummy_predictor,predictor_figures,predictor_html},
+pdscope.compiler.{lowered,passmanager,quantise,source} and pdscope.compiler.phaseper; torch comes
+with its modules, when the pass runs.
 """
 
 import json
@@ -17,6 +18,9 @@ from pdscope.compiler.passmanager import Workspace
 from pdscope.compiler.phaseper.store import Gate
 from pdscope.compiler.quantise import to_float32
 from pdscope.compiler.source import Options
+from pdscope.dummy_predictor import DummyPredictor
+from pdscope.predictor_figures import JSON
+from pdscope.predictor_html import HTML, dummy_page
 
 if TYPE_CHECKING:
     from pdscope.compiler.phaseper.store import Store
@@ -68,6 +72,31 @@ class TrainPhasePer:
         data: dict[str, Any] = {"traces": self.key, **about}
         written.append(workspace.write("phaseper.json", json.dumps(data, indent=1) + "\n"))
         shutil.rmtree(states[0])
+        return dict.fromkeys(written)
+
+
+@dataclass(frozen=True)
+class WriteDummyPredictor:
+    """phaseper.json of a plan of dummy weights: pdscope/dummy_predictor.py has what it says."""
+
+    text: str
+    hidden: int
+    experts: int
+    top_k: int
+
+    name = "dummy-predictor"
+    reads = ()
+
+    def inputs(self) -> Mapping[str, str]:
+        return {name: str(value) for name, value in vars(self).items()}
+
+    def run(self, workspace: Workspace) -> Mapping[str, str | None]:
+        dummy = DummyPredictor.parse(self.text)
+        data = dummy.file(self.hidden, self.experts, self.top_k)
+        written = [
+            workspace.write(JSON, json.dumps(data, indent=1) + "\n"),
+            workspace.write(HTML, dummy_page(dummy.describe())),
+        ]
         return dict.fromkeys(written)
 
 

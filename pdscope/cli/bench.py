@@ -17,7 +17,9 @@ from pdscope.cli.paths import GivenPath
 from pdscope.errors import BudgetError
 
 if TYPE_CHECKING:
+    from pdscope.dummy_predictor import DummyPredictor
     from pdscope.engine import Engine
+    from pdscope.plan import Plan
 
 
 def _counts(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -99,6 +101,13 @@ class Result:
     default=0,
     help="With --perplexity: use the first N tokens of FILE. 0: all.",
 )
+@click.option(
+    "--dummy-predictor",
+    metavar="accuracy:P",
+    help="For a plan of dummy weights: predict each of the next layer's experts with probability P "
+    "(accuracy:P,seed:N: another draw), as recorded in a run beforehand. Results are marked so. "
+    "Default: what the plan was compiled with.",
+)
 @machine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a Markdown table.")
 def main(
@@ -115,6 +124,7 @@ def main(
     pin: str | None,
     weights: str | None,
     cache_prefetch: str | None,
+    dummy_predictor: str | None,
     predictor: str,
     learner: str,
     learner_threshold: float,
@@ -140,6 +150,8 @@ def main(
         from pdscope.engine import load
         from pdscope.plan import Plan
 
+    if text is not None and dummy_predictor is not None:
+        raise click.UsageError("--dummy-predictor is of no use to --perplexity.")
     if text is not None:
         _perplexity([p for p in (plan, against) if p], text, tokens, threads, isa, as_json)
         return
@@ -147,6 +159,7 @@ def main(
         raise click.UsageError("--against and --tokens go with --perplexity FILE.")
 
     opened = Plan.open(plan)
+    dummy = _dummy(opened, dummy_predictor, predictor)
     tests = [("pp", n) for n in n_prompt if n] + [("tg", n) for n in n_gen if n]
     if not tests:
         raise click.UsageError("Nothing to measure: -p and -n are both 0.")
@@ -168,13 +181,41 @@ def main(
         learner=learner,
         learner_threshold=learner_threshold,
     ) as engine:
-        results = [_measure(engine, kind, n, repetitions, not no_warmup) for kind, n in tests]
-        report = [_report(engine, result) for result in results]
-        click.echo(json.dumps(report, indent=2) if as_json else _markdown(engine, results))
+        results = [
+            _measure(engine, kind, n, repetitions, not no_warmup, dummy) for kind, n in tests
+        ]
+        if as_json:
+            click.echo(json.dumps([_report(engine, r, dummy) for r in results], indent=2))
+            return
+        click.echo(_markdown(engine, results))
+        if dummy is not None:
+            click.echo(f"\nDUMMY PREDICTOR: {dummy.describe()}")
 
 
-def _measure(engine: "Engine", kind: str, n: int, repetitions: int, warmup: bool) -> Result:
+def _dummy(plan: "Plan", asked: str | None, predictor: str) -> "DummyPredictor | None":
+    """The dummy predictor that was asked for, here or when the plan was compiled."""
+    from pdscope.dummy_predictor import DummyPredictor, check_plan
+
+    if asked is None:
+        return None if predictor == "off" else DummyPredictor.of(plan)
+    if predictor == "off":
+        raise click.UsageError("--dummy-predictor and --predictor off: leave one of them out.")
+    chosen = DummyPredictor.parse(asked)
+    check_plan(plan)
+    return chosen
+
+
+def _measure(
+    engine: "Engine",
+    kind: str,
+    n: int,
+    repetitions: int,
+    warmup: bool,
+    dummy: "DummyPredictor | None",
+) -> Result:
     import numpy as np
+
+    from pdscope.dummy_predictor import record
 
     ids = np.random.default_rng(n).integers(0, engine.info.vocab, n, dtype=np.int32)
     tokens = ids.tolist()
@@ -188,6 +229,11 @@ def _measure(engine: "Engine", kind: str, n: int, repetitions: int, warmup: bool
             session.decode(token)
 
     run = prefill if kind == "pp" else decode
+    if dummy is not None:
+        session.set_predictions(None)
+        session.reset()
+        experts = engine.plan.model["experts"]
+        session.set_predictions(dummy.predictions(record(session, run), experts))
     if warmup:
         _timed(session.reset, run)
     seconds = tuple(_timed(session.reset, run) for _ in range(repetitions))
@@ -247,8 +293,11 @@ def _perplexity(
     click.echo(markdown(rows))
 
 
-def _report(engine: "Engine", result: Result) -> dict[str, Any]:
-    model = engine.plan.model
+def _report(engine: "Engine", result: Result, dummy: "DummyPredictor | None") -> dict[str, Any]:
+    model, predictor = engine.plan.model, engine.predictor()
+    if dummy is not None:
+        about = {"state": "dummy", "why": dummy.describe(), "dummy": dummy.as_dict()}
+        predictor |= about
     return {
         "test": result.test,
         "tokens": result.tokens,
@@ -264,7 +313,7 @@ def _report(engine: "Engine", result: Result) -> dict[str, Any]:
         "threads": engine.info.threads,
         "placement": engine.info.placement(),
         "cache_prefetch": engine.cache_prefetch(),
-        "predictor": engine.predictor(),
+        "predictor": predictor,
         "learner": engine.learner(),
         "plan_hash": engine.plan.plan_hash,
     }

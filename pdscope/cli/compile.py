@@ -101,6 +101,12 @@ if TYPE_CHECKING:
     help="Where predictors are trained. auto: on a GPU, if PyTorch finds one.",
 )
 @click.option(
+    "--dummy-predictor",
+    metavar="accuracy:P",
+    help="With --load-format dummy: measure (pdscope-bench) as if the next layer's experts were "
+    "predicted, each with probability P; accuracy:P,seed:N: another draw. Marked so everywhere.",
+)
+@click.option(
     "--dry-run", is_flag=True, help="Trace, schedule and print the memory table; write nothing."
 )
 @click.option("--force", is_flag=True, help="Replace the plan that OUTPUT already holds.")
@@ -177,12 +183,16 @@ def _count(parameters: int) -> str:
 
 def _predictors(result: "CompileResult") -> str | None:
     """Groups, hit rates, what serves how many layers and phases, and how long it took to train."""
+    from pdscope.dummy_predictor import DummyPredictor
     from pdscope.plan import Plan
     from pdscope.predictor_figures import JSON, Predictors, describe
 
     if result.plan is None or JSON not in result.manifest["files"]:
         return None
-    found = Predictors.open(Plan(result.plan, result.manifest))
+    plan = Plan(result.plan, result.manifest)
+    if dummy := DummyPredictor.of(plan):
+        return f"DUMMY: {dummy.describe()}"
+    found = Predictors.open(plan)
     groups = ", ".join(f"{n} {name}" for name, n in Counter(found.groups).items())
     took = {p.name: p for p in result.passes}["train-phaseper"]
     seconds = "trained before" if took.cached else f"trained in {took.seconds:.1f} s"

@@ -257,6 +257,11 @@ pds_status pds_session_create(pds_engine *engine, const pds_session_options *opt
 void pds_session_destroy(pds_session *session);
 pds_status pds_step(pds_session *session, const pds_batch *batch, pds_logits *out_logits); /* blocking */
 pds_status pds_predict(pds_session *session, const pds_prediction *asked, float *out_logits); /* blocking; [n, experts of the next layer]: what steps predict with */
+/* From now on what steps predict at a position, of whatever sequence, is this, and not what the predictor says;
+ * behind the last of the tokens the predictor's own again. ids [tokens][layers][k]: for a layer that predicts the
+ * experts of its target, k as many as a layer of this plan chooses at most; the caller keeps them alive. NULL: none.
+ * For tests, and for models whose routing nothing can learn. Results of steps do not depend on it. */
+pds_status pds_session_set_predictions(pds_session *session, const uint16_t *ids, uint32_t tokens);
 void pds_cancel(pds_session *session); /* from any thread: the running step, or else the next one, returns PDS_ERR_CANCELLED */
 pds_status pds_session_get_stats(const pds_session *session, pds_session_stats *out_stats);
 pds_status pds_session_set_tap(pds_session *session, pds_tap_fn fn, void *user); /* NULL: none */
