@@ -32,9 +32,9 @@ from pdscope.routing_records import Records, RoutingReader, moe_layers
 from pdscope.tokens import Tokenizer
 
 CHUNK = 8192  # tokens read between two points that a killed process goes on from
-# Rows a phase where the caller names no number: more hardly make better predictors, and a model of
-# many wide layers should not fill a disk.
-ROWS, DISK = 131072, 16 << 30
+# Rows a phase where the caller names no number. Of 690,000 rows predictors learn more than of the
+# same rows again and again, and a model of many wide layers should not fill a disk.
+ROWS, DISK = 1 << 20, 16 << 30
 
 TRACES, SUMMARY = "traces", "phaseper/traces.json"
 

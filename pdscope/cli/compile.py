@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="Rows of it to train on, a phase. While compiling, one takes 2 bytes x hidden size + 8 x "
     "top-k a MoE layer of disk: 10,000 of both phases take 3.7 GiB at 48 layers of 2048. Default: "
-    "131072, or what 16 GiB hold.",
+    "1048576, or what 16 GiB hold.",
 )
 @click.option(
     "--predictor",
