@@ -195,4 +195,12 @@ def _remove_empty(directories: Sequence[Path]) -> None:
 
 def pass_summary(passes: Sequence[PassResult]) -> list[dict[str, Any]]:
     """For --json: what each pass did."""
-    return [{"name": p.name, "cached": p.cached, "seconds": round(p.seconds, 3)} for p in passes]
+    return [
+        {
+            "name": p.name,
+            "cached": p.cached,
+            "seconds": round(p.seconds, 3),
+            "cpu_seconds": round(p.cpu_seconds, 3),
+        }
+        for p in passes
+    ]

@@ -195,7 +195,9 @@ def _predictors(result: "CompileResult") -> str | None:
     found = Predictors.open(plan)
     groups = ", ".join(f"{n} {name}" for name, n in Counter(found.groups).items())
     took = {p.name: p for p in result.passes}["train-phaseper"]
-    seconds = "trained before" if took.cached else f"trained in {took.seconds:.1f} s"
+    seconds = "trained before"
+    if not took.cached:
+        seconds = f"trained in {took.seconds:.1f} s, {took.cpu_seconds:.1f} s of CPU"
     return f"{groups} layers; {describe(found.layers)}; {seconds}"
 
 
