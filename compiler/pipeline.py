@@ -31,7 +31,12 @@ from pdscope.compiler.passes.hot_experts import PlaceExperts, uniform
 from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
 from pdscope.compiler.passes.plan_gpu import PREDICT_ROWS, GpuMemory, PlanGpu, memory_table
-from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMemory
+from pdscope.compiler.passes.plan_memory import (
+    CountPredictors,
+    MemoryPlan,
+    PlanMemory,
+    WriteMemory,
+)
 from pdscope.compiler.passes.predictor_report import PredictorReport
 from pdscope.compiler.passes.profile_costs import BUSY, ProfileCosts, busy
 from pdscope.compiler.passes.programs import Schedule
@@ -43,6 +48,7 @@ from pdscope.compiler.passes.tokenizer_files import (
 from pdscope.compiler.passes.trace_model import CheckSemantics, TraceModel
 from pdscope.compiler.passes.train_phaseper import (
     TrainPhasePer,
+    WriteDummyPredictor,
     check_training,
     model_gates,
     train_options,
@@ -150,6 +156,10 @@ class Pipeline:
             traces = self._collect_traces(Plan(self.workspace.plan, manifest), text)
             self._train_predictors(traces, reader)
             manifest["files"] = self._files()
+        elif source.options.dummy_predictor is not None:
+            sizes = (manifest["model"][name] for name in ("hidden", "experts", "top_k"))
+            run(WriteDummyPredictor(source.options.dummy_predictor, *sizes))
+            manifest["files"] = self._files()
         if source.options.cost_source.wanted:
             self._profile_costs(Plan(self.workspace.plan, manifest))
             manifest["files"] = self._files()
@@ -253,12 +263,19 @@ class Pipeline:
                 key=traces.key(),
                 gates=lambda: model_gates(self.lowered.layers, reader),
                 options=train_options(source.options),
+                code=self.manager.code,
                 device=source.options.predictor_device,
                 start=lambda total: source.progress.start("train predictors", total, "rows"),
                 advance=source.progress.advance,
             )
         )
+        self.manager.run(CountPredictors(self.lowered, memory_table(self.memory, self.gpu)))
         self.manager.run(PredictorReport())
+
+    def memory_table(self) -> dict[str, Any]:
+        """memory.json, once `analyse` is through."""
+        table: dict[str, Any] = json.loads(self.workspace.read_text("memory.json"))
+        return table
 
     def results(self) -> tuple[PassResult, ...]:
         return tuple(self.workspace.records.values())
