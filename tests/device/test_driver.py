@@ -1,7 +1,7 @@
 """The real CUDA driver, held to what the mock driver's suite asks of any.
 
-Holds of the issue "The GPU runtime": "the mock driver's suite passes on the real one". The cases are
-those of support/driver_cases.py; skipped where there is no driver or no GPU. PDSCOPE_CUDA_DRIVER
+Holds of the issue "The GPU runtime": "the mock driver's suite passes on the real one". The cases
+are those of support/driver_cases.py; skipped where there is no driver or no GPU. PDSCOPE_CUDA_DRIVER
 names another library than libcuda.so.1.
 """
 
