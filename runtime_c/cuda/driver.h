@@ -144,7 +144,8 @@ enum {
 /* X(result type, name, parameters): what only the mock driver has; NULL with any other.
  *   configure   settings, "key=value; key=value" (docs/mock-driver.md); 0, or -1 and pds_mock_last
  *   now         the mock's clock, ns
- *   host_work   virtual clock: the host is busy for what `name` costs with these token counts
+ *   host_begin  virtual clock: the host is busy from now for what `name` costs with these token counts;
+ *               until when. It is for the caller to let that time pass
  *   next        virtual clock: when the next piece of work on any stream ends, or -1
  *   advance     virtual clock: lets time pass until then; a time that has passed changes nothing
  *   counter     a counter by name; -1: there is none of that name
@@ -153,7 +154,7 @@ enum {
 #define PDS_MOCK_FUNCTIONS(X)                                                                      \
   X(int, pds_mock_configure, (const char *settings))                                               \
   X(int64_t, pds_mock_now, (void))                                                                 \
-  X(void, pds_mock_host_work, (const char *name, uint32_t n, const uint32_t *tokens))              \
+  X(int64_t, pds_mock_host_begin, (const char *name, uint32_t n, const uint32_t *tokens))          \
   X(int64_t, pds_mock_next, (void))                                                                \
   X(void, pds_mock_advance, (int64_t to_ns))                                                       \
   X(int64_t, pds_mock_counter, (const char *name))                                                 \

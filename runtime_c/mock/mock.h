@@ -145,8 +145,9 @@ typedef struct mock_state {
   block *blocks;
   engine engines[DIRECTIONS];
   uint64_t next_seq;
-  int64_t now;      /* virtual clock */
-  bool host_busy;   /* virtual clock: inside pds_mock_host_work */
+  int64_t now;    /* virtual clock */
+  bool host_busy; /* virtual clock: what pds_mock_host_begin began lasts */
+  int64_t busy_until;
   int64_t epoch;    /* wall clock: CLOCK_MONOTONIC at the start */
   uint32_t threads; /* wall clock: of streams */
 } mock_state;

@@ -1,5 +1,5 @@
 /* virtual.c: the virtual clock. Nothing sleeps: time passes where the host waits, works
- * (pds_mock_host_work), submits (setting `enqueue`) or says so (pds_mock_advance). Whatever the
+ * (pds_mock_host_begin), submits (setting `enqueue`) or says so (pds_mock_advance). Whatever the
  * device does up to then happens in the order of its times, the same in every run.
  *
  * At one instant work ends before other work begins, and copies begin last, so that all that are

@@ -156,6 +156,11 @@ def when(gpu: Driver, event: Any) -> int:
     return int(gpu.pds_mock_event_time(event))
 
 
+def host_work(gpu: Driver, name: bytes, n: int, tokens: Any) -> None:
+    """The host is busy, and lets that time pass."""
+    gpu.pds_mock_advance(gpu.pds_mock_host_begin(name, n, tokens))
+
+
 def test_nothing_happens_until_time_passes(gpu: Driver) -> None:
     stream = gpu.stream()
     event = copy(gpu, stream, 1000)
@@ -240,12 +245,12 @@ def test_the_link_is_slower_while_the_host_works(gpu: Driver) -> None:
     event = copy(gpu, stream, 400)
     gpu.pds_mock_advance(20)  # 80 of 400 bytes
     tokens = ffi().new("uint32_t[]", [1, 2, 5])
-    gpu.pds_mock_host_work(b"experts", 3, tokens)  # 10 + 5 + 10 + 25: as many bytes
+    host_work(gpu, b"experts", 3, tokens)  # 10 + 5 + 10 + 25: as many bytes
     assert gpu.pds_mock_now() == 70
     assert gpu.pds_mock_next() == 70 + (400 - 80 - 50 + 3) // 4
     gpu.ok.cuStreamSynchronize(stream)
     assert when(gpu, event) == 138
-    gpu.pds_mock_host_work(b"unknown", 0, NULL)
+    host_work(gpu, b"unknown", 0, NULL)
     assert gpu.pds_mock_now() == 138
 
 
@@ -454,7 +459,7 @@ def test_times_equal_those_of_a_model(
             gpu.ok.cuEventSynchronize(events[args[0]])
             until(records[args[0]])
         elif name == "work":
-            gpu.pds_mock_host_work(b"work", 1, ffi().new("uint32_t[]", [args[0]]))
+            host_work(gpu, b"work", 1, ffi().new("uint32_t[]", [args[0]]))
             model.host_busy.append((now, now + args[0]))
             now += args[0]
         elif name == "advance":
@@ -646,7 +651,7 @@ def test_settings_that_are_wrong(gpu: Driver, text: str) -> None:
     gpu.configure("host.a.base=5")
     assert gpu.pds_mock_configure(f"host.a.base=7; {text}".encode()) == -1
     assert text.split("=")[0] in gpu.last()
-    gpu.pds_mock_host_work(b"a", 0, NULL)
+    host_work(gpu, b"a", 0, NULL)
     assert gpu.pds_mock_now() == 5
 
 
@@ -657,7 +662,7 @@ def test_the_clock_stays_while_a_context_is_there(gpu: Driver) -> None:
 
 def test_units_and_spaces(gpu: Driver) -> None:
     gpu.configure(" h2d = 2 GB/s ;\n h2d_latency=3us;; host.a.b.base = 1ms ;")
-    gpu.pds_mock_host_work(b"a.b", 0, NULL)
+    host_work(gpu, b"a.b", 0, NULL)
     assert gpu.pds_mock_now() == 1_000_000
     event = copy(gpu, gpu.stream(), 1000)
     gpu.pds_mock_advance(2_000_000)
