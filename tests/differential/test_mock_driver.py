@@ -189,6 +189,22 @@ def test_a_wait_jumps_to_the_end(gpu: Driver) -> None:
     assert gpu.ok.cuEventElapsedTime(second, first) == np.float32(0.0005)
 
 
+def test_all_of_one_instant_has_happened(gpu: Driver) -> None:
+    """Work that ends when the awaited does is complete too, and kernels that end at one instant have
+    their effects in the order of submission."""
+    gpu.configure("kernel.append.base=100")
+    a, b, to = gpu.stream(), gpu.stream(), gpu.alloc(4)
+    gpu.ok.cuMemsetD8Async(to, 0, 16, a)
+    gpu.ok.cuStreamSynchronize(a)
+    for stream, value in ((a, 7), (b, 8)):
+        assert gpu.launch("append", stream, to, value) == "CUDA_SUCCESS"
+    second = mark(gpu, b)
+    gpu.ok.cuStreamSynchronize(a)
+    gpu.ok.cuEventQuery(second)
+    gpu.ok.cuStreamQuery(b)
+    assert gpu.read(to, 3) == [2, 7, 8]
+
+
 def test_one_engine_a_direction(gpu: Driver) -> None:
     """Copies of a direction come after each other, those of the other run beside them."""
     streams = [gpu.stream() for _ in range(4)]
