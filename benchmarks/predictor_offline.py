@@ -77,18 +77,7 @@ def make(
                 e,
                 np.concatenate([first, e[:-1]]),
             )
-    attrs = GateAttrs(
-        experts=experts,
-        top_k=top_k,
-        score="softmax",
-        normalise=True,
-        norm_eps=0.0,
-        scaling=1.0,
-        groups=1,
-        top_groups=1,
-        group_score="none",
-        masked_score=0.0,
-    )
+    attrs = GateAttrs.softmax(experts, top_k)
     gates = {n: Gate(attrs, weights[n].cpu().numpy(), None) for n in range(1, layers)}
     return Made(traces, list(range(layers)), hidden, experts, top_k), gates
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from support.assets import BUNDLED
 from support.commands import run_here
 from support.damage import edit_plan
-from support.traces import MemoryStore, MemoryTrace, softmax_attrs
+from support.traces import MemoryStore, MemoryTrace
 
 import pdscope
 from pdscope.compiler.driver import compile_model
@@ -117,7 +117,7 @@ def model_gates() -> dict[int, Gate]:
     with safe_open(MODEL / "model.safetensors", "pt") as file:
         name = "model.layers.{}.block_sparse_moe.gate.weight"
         weights = {n: file.get_tensor(name.format(n)).float().numpy() for n in range(6)}
-    attrs = softmax_attrs(EXPERTS, TOP_K)
+    attrs = GateAttrs.softmax(EXPERTS, TOP_K)
     return {n: Gate(attrs, weight, None) for n, weight in weights.items()}
 
 
@@ -234,7 +234,7 @@ def refresh(plan: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("attrs", "biased"),
     [
-        (softmax_attrs(8, 2), False),
+        (GateAttrs.softmax(8, 2), False),
         (GateAttrs(8, 2, "sigmoid", True, 0.0, 1.0, 4, 2, "top2", 0.0), True),
         (GateAttrs(8, 2, "softmax", True, 0.0, 1.0, 4, 2, "max", -np.inf), False),
     ],
