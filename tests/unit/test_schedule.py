@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.decisions import Line, Table, in_c, random_instance
-from support.layers import MACHINES, MIXTRAL, a_layer
+from support.layers import MACHINES, MIXTRAL, Machine, a_layer
 
 from pdscope.compiler.decision import (
     ONE_Q16,
@@ -30,6 +30,7 @@ from pdscope.compiler.decision import (
     t_c,
     t_g,
 )
+from pdscope.compiler.decode_table import BUCKETS, DecodeTable
 from pdscope.compiler.optimum import Ends, lower_bound, optimum, two_layers
 from pdscope.compiler.passes.schedule import decide
 from pdscope.compiler.policies import score, victim
@@ -386,7 +387,7 @@ def test_apex_marks_what_matters_little() -> None:
 
 
 def test_victims() -> None:
-    """The order in which each policy gives up its cached experts; layer 2 of 4 asks, in step 100."""
+    """In which order each policy gives up cached experts; layer 2 of 4 asks, in step 100."""
     slots = [
         Cached(0, 0, popularity=900, used=90, score=50),
         Cached(3, 1, popularity=100, used=70, score=80),
@@ -442,7 +443,7 @@ def same_and_sound(seed: int, policy: Policy) -> None:
 
 
 def sound(given: Inputs, made: Decision) -> None:
-    """Nothing twice, nothing that is on the GPU, within the slots, the hottest; mode table, Eq 6."""
+    """Nothing twice, nothing that is on the GPU, within the slots, the hottest; modes, Eq 6."""
     on, pre = ids(made.on), ids(made.pre)
     cur = [due.expert for due in given.cur]
     following = [due.expert for due in given.next]
@@ -536,6 +537,54 @@ def test_every_shape_of_one_row() -> None:
                     made = decide(one_row)
                     assert in_c().decide(one_row) == made
                     sound(one_row, made)
+
+
+# --- the table of decode ---
+
+
+def table_agrees(table: DecodeTable) -> None:
+    c = in_c()
+    entries = c.ffi.from_buffer(table.entries)
+    shape = {"top_k": table.top_k, "buckets": BUCKETS, "step": table.step}
+    in_table = c.ffi.new("pds_decision_table *", {"entries": entries, **shape})
+    for point in table.points():
+        n, m, bucket, slots = point
+        given = table.inputs(*point)
+        made = c.decide(given)
+        c.lib.pds_look_up(in_table, c.given, c.made)
+        assert c.loads(c.on, c.made.n_on) == made.on
+        assert c.loads(c.pre, c.made.n_pre) == made.pre
+        counts = len(made.on), len(made.pre)
+        # Any backlog of the bucket, and any number of slots that is enough.
+        inside = given.backlog - (table.step - 1 if bucket else 0)
+        assert table.look_up(n, m, inside, slots) == counts
+        if slots == table.slots - 1 and bucket == BUCKETS - 1:
+            assert table.look_up(n, m, given.backlog + 10**9, slots + 1000) == counts
+
+
+@pytest.mark.parametrize("policy", [Policy.ADAPTSCHED, Policy.PAPER, Policy.FIDDLER])
+@pytest.mark.parametrize("machine", [MACHINES[1], MACHINES[8]], ids=lambda m: m.name)
+def test_decode_table_is_the_function(policy: Policy, machine: Machine) -> None:
+    """On every point of its grid, in C; three experts a token."""
+    table_agrees(DecodeTable(machine.table, 3, policy, attention=100_000, shared=7_000))
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("policy", [p for p in Policy if p is not Policy.APEX])
+def test_decode_table_is_the_function_at_length(policy: Policy) -> None:
+    for machine in MACHINES:
+        table_agrees(DecodeTable(machine.table, machine.model.top_k, policy, 100_000, 0, 50_000))
+
+
+def test_decode_table_as_text() -> None:
+    """By hand: a load ends at 2+10+2=14, so it pays from 3+4n > 14 on: with 3 experts, 15 > 14."""
+    table = DecodeTable(SIMPLE, 3)
+    page = table.text(free_slots=1)
+    assert page.splitlines()[0].split() == ["N", "\\", "M", "0", "1", "2", "3"]
+    assert [row.split()[1] for row in page.splitlines()[1:]] == ["0+0", "0+0", "0+0", "1+0"]
+    assert DecodeTable(SIMPLE, 3, Policy.STATIC).text().count("0+0") == 16
+    with pytest.raises(ValueError, match="expected 1 to 16"):
+        DecodeTable(SIMPLE, 17)
 
 
 # --- the optimum ---
