@@ -25,6 +25,7 @@ class Model:
     experts: int
     top_k: int
     mflop: float  # of one expert and token
+    parts: int  # of 4 MiB, in which an expert crosses the link
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Machine:
         )
 
 
-MIXTRAL, QWEN, DEEPSEEK = Model(8, 2, 352.0), Model(128, 8, 9.4), Model(64, 6, 17.3)
+MIXTRAL, QWEN, DEEPSEEK = Model(8, 2, 352.0, 84), Model(128, 8, 9.4, 3), Model(64, 6, 17.3, 5)
 
 MACHINES = (
     Machine("a100 mixtral", MIXTRAL, 13980, 2880, 1370, 230, 60, 1.2, 180, (500, 3.0)),

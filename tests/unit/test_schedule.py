@@ -681,7 +681,7 @@ def test_default_is_near_the_optimum(phase: Phase) -> None:
 @pytest.mark.verify
 @pytest.mark.parametrize("phase", list(Phase))
 def test_default_is_near_the_optimum_at_length(phase: Phase) -> None:
-    near(phase, 1000, 12)
+    near(phase, 300, 12)
 
 
 def test_every_rival_beats_ondemand_somewhere() -> None:
