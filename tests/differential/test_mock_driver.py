@@ -190,8 +190,8 @@ def test_a_wait_jumps_to_the_end(gpu: Driver) -> None:
 
 
 def test_all_of_one_instant_has_happened(gpu: Driver) -> None:
-    """Work that ends when the awaited does is complete too, and kernels that end at one instant have
-    their effects in the order of submission."""
+    """Work that ends when the awaited does is complete too, and kernels that end at one instant
+    have their effects in the order of submission."""
     gpu.configure("kernel.append.base=100")
     a, b, to = gpu.stream(), gpu.stream(), gpu.alloc(4)
     gpu.ok.cuMemsetD8Async(to, 0, 16, a)
