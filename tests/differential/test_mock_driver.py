@@ -850,10 +850,9 @@ def test_fault_lost_context(either: Driver) -> None:
 def test_fault_lost_context_while_a_thread_waits(library: Driver) -> None:
     """With the wall clock: the one that waits is told too."""
     gpu = library
-    gpu.configure("reset; clock=wall; kernel.mix.base=30s")
+    gpu.configure("reset; clock=wall; kernel.mix.base=60s")
     gpu.open()
     stream, to = gpu.stream(), gpu.alloc(4)
-    gpu.configure("kernel.mix.base=300ms")
     assert gpu.launch("mix", stream, to) == "CUDA_SUCCESS"
     told: list[str] = []
 
@@ -866,7 +865,7 @@ def test_fault_lost_context_while_a_thread_waits(library: Driver) -> None:
     time.sleep(0.05)
     gpu.configure("lose_context=1")
     assert gpu.cuStreamQuery(stream) == "CUDA_ERROR_UNKNOWN"
-    thread.join(timeout=0.2)
+    thread.join(timeout=20)
     assert not thread.is_alive() and told == ["CUDA_ERROR_UNKNOWN"]
     gpu.close()
     gpu.configure("reset")
@@ -896,25 +895,32 @@ def test_fault_late_events(gpu: Driver) -> None:
 
 
 def test_wall_copies_take_their_time(library: Driver) -> None:
-    """Latency and bytes over bandwidth, one after the other; the call returns before."""
+    """Latency and bytes over bandwidth, one after the other; the call returns before. The best of
+    some attempts counts where a busy machine makes things late."""
     gpu = library
-    gpu.configure("reset; clock=wall; h2d=1GB/s; d2h=1GB/s; h2d_start=0; h2d_latency=1ms")
+    gpu.configure("reset; clock=wall; h2d=1GB/s; d2h=1GB/s; h2d_start=0; h2d_latency=4ms")
     gpu.open()
     a, b = gpu.stream(), gpu.stream()
     host, to = gpu.pinned(1 << 18), gpu.alloc(1 << 18)
-    first = mark(gpu, a)
-    gpu.ok.cuEventSynchronize(first)
-    before = time.monotonic()
-    for i in range(20):  # 20 * (1 ms + 1.049 ms), whichever stream they are of
-        gpu.ok.cuMemcpyHtoDAsync(to, at(host), 1 << 20, (a, b)[i % 2])
-    submitted = time.monotonic() - before
-    last = mark(gpu, b)
-    gpu.ok.cuStreamSynchronize(b)
-    took = time.monotonic() - before
-    wanted = 20 * (1 + (1 << 20) / 1e6) / 1000
-    assert submitted < wanted / 2
-    assert wanted <= took < wanted * 1.5
-    assert gpu.ok.cuEventElapsedTime(first, last) >= wanted * 1000
+    wanted = 6 * (4 + (1 << 20) / 1e6) / 1000  # 6 * (4 ms + 1.049 ms), of either stream
+    shares, overtimes = [], []
+    for _ in range(20):
+        first = mark(gpu, a)
+        gpu.ok.cuEventSynchronize(first)
+        before = time.monotonic()
+        for i in range(6):
+            gpu.ok.cuMemcpyHtoDAsync(to, at(host), 1 << 20, (a, b)[i % 2])
+        submitted = time.monotonic() - before
+        last = mark(gpu, b)
+        gpu.ok.cuStreamSynchronize(b)
+        took = time.monotonic() - before
+        assert took >= wanted
+        assert gpu.ok.cuEventElapsedTime(first, last) >= wanted * 1000
+        shares.append(submitted / took)
+        overtimes.append(took / wanted)
+        if shares[-1] < 0.5 and overtimes[-1] < 1.4:
+            break
+    assert min(shares) < 0.5 and min(overtimes) < 1.4
     gpu.configure("reset")
 
 
@@ -939,12 +945,17 @@ def test_wall_kernels_take_their_costs_or_longer(library: Driver) -> None:
     gpu.configure("reset; clock=wall; kernel.mix.base=3ms")
     gpu.open()
     stream, to = gpu.stream(), gpu.alloc(8)
-    first = mark(gpu, stream)
-    for _ in range(5):
-        assert gpu.launch("mix", stream, to, 1, 8) == "CUDA_SUCCESS"
-    last = mark(gpu, stream)
-    gpu.ok.cuStreamSynchronize(stream)
-    assert 15 <= gpu.ok.cuEventElapsedTime(first, last) < 40
+    times = []
+    for _ in range(20):
+        first = mark(gpu, stream)
+        for _ in range(5):
+            assert gpu.launch("mix", stream, to, 1, 8) == "CUDA_SUCCESS"
+        last = mark(gpu, stream)
+        gpu.ok.cuStreamSynchronize(stream)
+        times.append(gpu.ok.cuEventElapsedTime(first, last))
+        if times[-1] < 20:
+            break
+    assert 15 <= min(times) < 20
     assert gpu.pds_mock_next() == -1
     gpu.configure("reset")
 
