@@ -294,6 +294,15 @@ def test_a_host_may_wait_while_it_counts_as_working(gpu: Driver) -> None:
     assert when(gpu, event) == gpu.pds_mock_now() == 60
 
 
+def test_settings_count_from_the_moment_they_change(gpu: Driver) -> None:
+    stream = gpu.stream()
+    event = copy(gpu, stream, 100)
+    gpu.pds_mock_advance(60)
+    gpu.configure("h2d=4GB/s")
+    gpu.pds_mock_advance(1000)
+    assert when(gpu, event) == 70
+
+
 def test_kernels_take_what_their_costs_say(gpu: Driver) -> None:
     """base + the sum of the curve at each count + extra; kernels of two streams run at once."""
     gpu.configure("kernel.mix.base=1us; kernel.mix.curve=2:100,4:120,8:121; kernel.*.base=3")
