@@ -127,7 +127,10 @@ def test_a_module_for_another_driver(gpu: Driver) -> None:
     assert gpu.cuModuleLoadData(ffi().new("CUmodule *"), image) == "CUDA_ERROR_INVALID_IMAGE"
     assert "pds_twin_module" in gpu.last()
     before = gpu.counter("modules")
+    gpu.configure("kernel.mix.base=100")
+    assert gpu.launch("mix", gpu.stream(), gpu.alloc(1)) == "CUDA_SUCCESS"
     gpu.ok.cuModuleUnload(gpu.module)
+    assert gpu.pds_mock_now() == 100  # its kernels are done
     assert gpu.counter("modules") == before - 1
     out = ffi().new("CUfunction *")
     assert gpu.cuModuleGetFunction(out, gpu.module, b"mix") == "CUDA_ERROR_INVALID_HANDLE"
@@ -588,6 +591,8 @@ def test_pinned_memory_has_a_limit(gpu: Driver) -> None:
     memory = np.zeros(2048, np.uint32)
     assert gpu.cuMemHostRegister(at(memory), 8192, 0) == "CUDA_ERROR_OUT_OF_MEMORY"
     gpu.ok.cuMemHostRegister(at(memory), 4096, 0)
+    overlaps = gpu.cuMemHostRegister(at(memory, 1023), 8, 0)
+    assert overlaps == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
     assert gpu.cuMemHostAlloc(out, 1, 0) == "CUDA_ERROR_OUT_OF_MEMORY"
     assert "0 of 8192 may still be pinned" in gpu.last()
     gpu.ok.cuMemHostUnregister(at(memory))
