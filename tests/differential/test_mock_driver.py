@@ -949,6 +949,22 @@ def test_wall_times_are_close(library: Driver) -> None:
     library.configure("reset")
 
 
+def test_wall_copies_are_served_in_order(library: Driver) -> None:
+    """Of eight streams that wait for the link, the one that was ready first."""
+    gpu = library
+    gpu.configure("reset; clock=wall; h2d_start=0; h2d_latency=2ms")
+    gpu.open()
+    streams = [gpu.stream() for _ in range(8)]
+    rng = np.random.default_rng(1)
+    for _ in range(4):
+        events = [copy(gpu, streams[i], 16) for i in rng.permutation(8)]
+        for event in events:
+            gpu.ok.cuEventSynchronize(event)
+        times = [when(gpu, e) for e in events]
+        assert times == sorted(times)
+    gpu.configure("reset")
+
+
 def test_wall_kernels_of_two_streams_run_at_once(library: Driver) -> None:
     """They meet; on one stream they would miss each other."""
     gpu = library
