@@ -15,6 +15,7 @@ from pdscope.predictors import Net, bf16_bits
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int32]
 
+SLOPE = 2.0  # of the margins; losses.SLOPE of the training
 STEPS = 16  # of one fine-tuning
 RATE = 0.03  # of the first step, by the size of the tensor; falls to 0 in a line
 LEAST_SIZE = 0.01
@@ -53,9 +54,24 @@ def error(logits: Floats, target: Ids) -> Floats:
 
 
 def loss(logits: Floats, target: Ids) -> float:
-    """Mean binary cross-entropy of the logits [n, experts]."""
+    """Mean binary cross-entropy of the margins of the logits [n, experts].
+
+    A net is trained for which side of its row's edge an expert is on (losses.distill): its logits
+    have no zero of their own, so that their own cross-entropy would teach them one, and little
+    else.
+    """
     wanted = _one_hot(target, None, logits.shape[1])
-    return float(np.mean(np.logaddexp(0, logits) - wanted * logits))
+    z = SLOPE * (logits - _edge(logits, target.shape[1])[0])
+    return float(np.mean(np.logaddexp(0, z) - wanted * z))
+
+
+def _edge(logits: Floats, k: int) -> tuple[Floats, Ids]:
+    """Halfway between each row's k-th and next best logit [n, 1], and whose those are [n, 2]; 0
+    where all experts are taken."""
+    if k >= logits.shape[1]:
+        return np.zeros((len(logits), 1), np.float32), np.empty((len(logits), 0), np.int32)
+    two = np.argsort(-logits, axis=1, kind="stable")[:, k - 1 : k + 1].astype(np.int32)
+    return np.take_along_axis(logits, two, 1).mean(1, keepdims=True), two
 
 
 class Trained:
@@ -116,11 +132,17 @@ class Trained:
     def gradient(self, rows: Rows) -> dict[str, Floats]:
         """Of `loss` with respect to each of `t`."""
         sparse = self.sparse(rows)
-        return self._gradient(rows.a, sparse, _one_hot(rows.target, None, self.net.experts))
+        wanted = _one_hot(rows.target, None, self.net.experts)
+        return self._gradient(rows.a, sparse, wanted, rows.target.shape[1])
 
-    def _gradient(self, a: Floats, sparse: Floats, wanted: Floats) -> dict[str, Floats]:
+    def _gradient(self, a: Floats, sparse: Floats, wanted: Floats, k: int) -> dict[str, Floats]:
         t, m = self.t, self._forward(a, sparse)
-        d_logits = (_sigmoid(m["logits"]) - wanted) / np.float32(wanted.size)
+        edge, two = _edge(m["logits"], k)
+        z = np.float32(SLOPE) * (m["logits"] - edge)
+        d_logits = (_sigmoid(z) - wanted) * np.float32(SLOPE / wanted.size)
+        # The edge moves with the two logits that make it.
+        share = np.take_along_axis(d_logits, two, 1) - d_logits.sum(1, keepdims=True) / 2
+        np.put_along_axis(d_logits, two, share, 1)
         made = {"out": _product(d_logits.T, m["h"])}
         d_h = _product(d_logits, t["out"])
         behind = [d_logits]
@@ -141,6 +163,7 @@ class Trained:
     def fit(self, rows: Rows, stopped: Callable[[], bool] = lambda: False) -> None:
         """STEPS steps of Adam on all the rows at once; ends early once `stopped`."""
         sparse, wanted = self.sparse(rows), _one_hot(rows.target, None, self.net.experts)
+        k = rows.target.shape[1]
         # Steps of the same effect whatever the scale of inputs and weights.
         sizes = {n: max(_size(t), LEAST_SIZE) for n, t in self.t.items()}
         first = {name: np.zeros_like(t) for name, t in self.t.items()}
@@ -149,7 +172,7 @@ class Trained:
             if stopped():
                 return
             rate = RATE * (1 - (step - 1) / STEPS) * np.sqrt(1 - _BETA2**step) / (1 - _BETA1**step)
-            for name, slope in self._gradient(rows.a, sparse, wanted).items():
+            for name, slope in self._gradient(rows.a, sparse, wanted, k).items():
                 m, v = first[name], second[name]
                 m += (1 - _BETA1) * (slope - m)
                 v += (1 - _BETA2) * (np.square(slope) - v)

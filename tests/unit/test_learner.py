@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from support.predictors import reference
-from torch.nn import functional
 
 from pdscope import learner as learner_module
+from pdscope.compiler.phaseper import losses
 from pdscope.compiler.phaseper.nets import BLOCKS, NetShape
 from pdscope.errors import PdscopeError
 from pdscope.learner import KEPT, Key, Learner
@@ -138,7 +138,7 @@ def test_logits_and_gradient_are_those_of_torch(phase: str, deep: bool) -> None:
     sparse = torch.from_numpy(net.sparse(rows))
     logits = reference(shape, tensors, torch.from_numpy(rows.a), sparse)
     wanted = torch.zeros(len(rows), EXPERTS).scatter_(1, torch.from_numpy(rows.target).long(), 1.0)
-    found = functional.binary_cross_entropy_with_logits(logits, wanted)
+    found = losses.distill(logits, wanted, K).mean()
     found.backward()
     assert np.allclose(net.logits(rows), logits.detach().numpy(), atol=1e-5)
     assert loss(net.logits(rows), rows.target) == pytest.approx(float(found.detach()), rel=1e-5)
