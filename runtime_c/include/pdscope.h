@@ -182,6 +182,7 @@ typedef struct pds_learned {
   int32_t *e, *prev;      /* [.., top_k] */
   int32_t *prev_next;     /* [.., top_k of the next layer]; also where prefill does not know it in time */
   int32_t *target;        /* [.., top_k of the next layer] */
+  float *scores;          /* [.., experts of the next layer] what it chose by: its gate's scores, bias included, no group masked */
   uint32_t n;             /* out: tokens copied */
   uint64_t total;         /* out: tokens kept since the learner was switched on, replaced ones included */
 } pds_learned;
