@@ -80,16 +80,6 @@ int64_t pds_mock_now(void) {
   return now;
 }
 
-/* Until `to`; on the way the host may become idle, and the link faster. */
-static void advance(int64_t to) {
-  if (mock.host_busy && to >= mock.busy_until) {
-    mock_virtual_advance(mock.busy_until);
-    mock_rate_changes(mock.now);
-    mock.host_busy = false;
-  }
-  mock_virtual_advance(to);
-}
-
 int64_t pds_mock_host_begin(const char *name, uint32_t n, const uint32_t *tokens) {
   mock_enter_any("pds_mock_host_begin");
   const int64_t ns = mock.set.wall ? 0 : mock_cost(mock.set.host, name, n, tokens, 0);
@@ -111,7 +101,7 @@ int64_t pds_mock_next(void) {
 
 void pds_mock_advance(int64_t to_ns) {
   mock_enter_any("pds_mock_advance");
-  if (!mock.set.wall) advance(to_ns);
+  if (!mock.set.wall) mock_virtual_advance(to_ns);
   mock_leave(CUDA_SUCCESS);
 }
 
