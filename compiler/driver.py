@@ -17,7 +17,6 @@ from typing import Any
 from pdscope.arguments import flag, path
 from pdscope.compiler import target as targets
 from pdscope.compiler.lowered import LoweredModel
-from pdscope.compiler.passes.plan_gpu import memory_table
 from pdscope.compiler.passmanager import (
     PassResult,
     Workspace,
@@ -72,12 +71,15 @@ def compile_model(
     the next layer's experts and prefetch them into the CPU's cache; calibration (a file of text or
     jsonl to train predictors on); trace_records (rows of it a phase); predictor "auto" | "off",
     which is the default without a calibration; predictor_budget (bytes a layer, or e.g. "4.2MB");
-    predictor_device "auto" | "cpu" | "cuda", where they are trained; costs: "off", the default,
-    "auto" (measured here), a file (a plan's costs.json or a hardware description), a shipped
-    description's name, or "auto,NAME": its GPU and link beside what was measured. `force` replaces
-    an existing plan. `dry_run` stops before weights and code, but checks that the checkpoint's
-    tensors and tokenizer fit: `out` may be None. A compile that is killed leaves no plan; the same
-    call resumes behind the last finished pass.
+    predictor_device "auto" | "cpu" | "cuda", where they are trained; dummy_predictor "accuracy:P",
+    which stands in for them with load_format dummy (pdscope/dummy_predictor.py); costs: "off", the
+    default, "auto" (measured here), a file (a plan's costs.json or a hardware description), a
+    shipped description's name, or "auto,NAME": its GPU and link beside what was measured; gpu_mem
+    (bytes that the process may take of a GPU's memory, or e.g. "24GiB"; None: the CPU alone),
+    gpu_reserve (of them, what the driver takes) and policy (pdscope-compile --help). `force`
+    replaces an existing plan. `dry_run` stops before weights and code, but checks that the
+    checkpoint's tensors and tokenizer fit: `out` may be None. A compile that is killed leaves no
+    plan; the same call resumes behind the last finished pass.
 
     Raises ModelError, TargetError, BudgetError, PlanError or InputError.
     """
@@ -91,15 +93,10 @@ def compile_model(
     if dry_run:
         with tempfile.TemporaryDirectory(prefix="pdscope-") as scratch:
             pipeline = Pipeline(source, target, Workspace(Path(scratch)), after_pass)
-            memory = pipeline.analyse()
+            pipeline.analyse()
             pipeline.check_model()
-            return CompileResult(
-                None,
-                pipeline.manifest(),
-                memory_table(memory, pipeline.gpu),
-                pipeline.results(),
-                tuple(source.notes),
-            )
+            table, notes = pipeline.memory_table(), tuple(source.notes)
+            return CompileResult(None, pipeline.manifest(), table, pipeline.results(), notes)
     if out is None:
         raise InputError("compile: an output directory is needed, except for a dry run")
     if not str(out):
@@ -112,18 +109,13 @@ def compile_model(
         recover(destination)
         _check_destination(destination, force)
         pipeline = Pipeline(source, target, workspace, after_pass)
-        memory = pipeline.analyse()
+        pipeline.analyse()
         _check_space(destination, pipeline.lowered, workspace)
         manifest = pipeline.finish()
+        table = pipeline.memory_table()
         with disk_errors(destination):
             publish(workspace, destination, replace=force)
-    return CompileResult(
-        destination,
-        manifest,
-        memory_table(memory, pipeline.gpu),
-        pipeline.results(),
-        tuple(source.notes),
-    )
+    return CompileResult(destination, manifest, table, pipeline.results(), tuple(source.notes))
 
 
 def resumable(out: str | Path) -> bool:
@@ -207,4 +199,12 @@ def _remove_empty(directories: Sequence[Path]) -> None:
 
 def pass_summary(passes: Sequence[PassResult]) -> list[dict[str, Any]]:
     """For --json: what each pass did."""
-    return [{"name": p.name, "cached": p.cached, "seconds": round(p.seconds, 3)} for p in passes]
+    return [
+        {
+            "name": p.name,
+            "cached": p.cached,
+            "seconds": round(p.seconds, 3),
+            "cpu_seconds": round(p.cpu_seconds, 3),
+        }
+        for p in passes
+    ]

@@ -31,12 +31,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What became of one pass: `cached` when its outputs were already there."""
+    """What became of one pass: `cached` when its outputs were already there. `cpu_seconds`: of all
+    threads of the process."""
 
     name: str
     cached: bool
     seconds: float
     files: Mapping[str, FileRecord]
+    cpu_seconds: float = 0.0
 
 
 class Pass(Protocol):
@@ -110,7 +112,7 @@ class PassManager:
 
     def run(self, step: Pass) -> PassResult:
         ws = self.workspace
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), time.process_time()
         key = self._key(step)
         result = self._recorded(step, key)
         if result is None:
@@ -121,7 +123,8 @@ class PassManager:
                 p: FileRecord(ws.path(p).stat().st_size, known or sha256_file(ws.path(p)))
                 for p, known in written.items()
             }
-            result = PassResult(step.name, False, time.perf_counter() - began, files)
+            took, cpu = time.perf_counter() - began, time.process_time() - spent
+            result = PassResult(step.name, False, took, files, cpu)
             record = {"key": key, "files": {p: vars(f) for p, f in files.items()}}
             with writing(ws.record_path(step.name)) as path:
                 path.write_text(json.dumps(record, indent=1), encoding="utf-8")

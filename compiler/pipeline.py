@@ -27,11 +27,16 @@ from pdscope.compiler.passes.collect_traces import (
     no_traces,
 )
 from pdscope.compiler.passes.emit_source import EmitSource
-from pdscope.compiler.passes.hot_experts import PlaceExperts, uniform
+from pdscope.compiler.passes.hot_experts import PlaceExperts, Routing, traced, uniform
 from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
 from pdscope.compiler.passes.plan_gpu import PREDICT_ROWS, GpuMemory, PlanGpu, memory_table
-from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, WriteMemory
+from pdscope.compiler.passes.plan_memory import (
+    CountPredictors,
+    MemoryPlan,
+    PlanMemory,
+    WriteMemory,
+)
 from pdscope.compiler.passes.predictor_report import PredictorReport
 from pdscope.compiler.passes.profile_costs import BUSY, ProfileCosts, busy
 from pdscope.compiler.passes.programs import Schedule
@@ -43,6 +48,7 @@ from pdscope.compiler.passes.tokenizer_files import (
 from pdscope.compiler.passes.trace_model import CheckSemantics, TraceModel
 from pdscope.compiler.passes.train_phaseper import (
     TrainPhasePer,
+    WriteDummyPredictor,
     check_training,
     model_gates,
     train_options,
@@ -146,15 +152,20 @@ class Pipeline:
         run(EmitSource(lowered, self.memory, identity, self.target.features, FORMAT_VERSION))
         run(BuildLibrary(self.target.isa))
         manifest["files"] = self._files()  # the source and the library too
+        traces: CollectTraces | None = None
         if self.predicts:
             traces = self._collect_traces(Plan(self.workspace.plan, manifest), text)
             self._train_predictors(traces, reader)
+            manifest["files"] = self._files()
+        elif source.options.dummy_predictor is not None:
+            sizes = (manifest["model"][name] for name in ("hidden", "experts", "top_k"))
+            run(WriteDummyPredictor(source.options.dummy_predictor, *sizes))
             manifest["files"] = self._files()
         if source.options.cost_source.wanted:
             self._profile_costs(Plan(self.workspace.plan, manifest))
             manifest["files"] = self._files()
         if self.gpu is not None:
-            self._place_experts(self.gpu)
+            self._place_experts(self.gpu, traces)
             manifest["files"] = self._files()
         check_full(manifest)
         # The manifest is the last file: a directory without it is no plan.
@@ -196,14 +207,23 @@ class Pipeline:
                 "machine was busy; compile again on an idle one"
             )
 
-    def _place_experts(self, gpu: GpuMemory) -> None:
+    def _place_experts(self, gpu: GpuMemory, traces: CollectTraces | None) -> None:
         """Who stays on the GPU, and the programs with it."""
         model = self.lowered
-        self.manager.run(
-            PlaceExperts(
-                model, gpu, self.memory.max_rows, lambda: uniform(model), "uniform", str(0)
+
+        def routing() -> Routing:
+            if traces is None:
+                return uniform(model)
+            return traced(model, TraceStore.open(self.workspace.scratch(TRACES)))
+
+        if traces is None and gpu.resident:
+            self.source.notes.append(
+                "no traces of routing: experts stay on the GPU as if all were activated alike; a "
+                "--calibration says which are"
             )
-        )
+        costs = CostTable.parse(self.workspace.read_text(COSTS), COSTS)
+        key = "uniform" if traces is None else traces.key()
+        self.manager.run(PlaceExperts(model, gpu, self.memory.max_rows, routing, costs.costs, key))
 
     def _read_calibration(self) -> ReadCalibration | None:
         """Reads the text, if one is given, before anything that takes long; `predicts` says whether
@@ -253,12 +273,19 @@ class Pipeline:
                 key=traces.key(),
                 gates=lambda: model_gates(self.lowered.layers, reader),
                 options=train_options(source.options),
+                code=self.manager.code,
                 device=source.options.predictor_device,
                 start=lambda total: source.progress.start("train predictors", total, "rows"),
                 advance=source.progress.advance,
             )
         )
+        self.manager.run(CountPredictors(self.lowered, memory_table(self.memory, self.gpu)))
         self.manager.run(PredictorReport())
+
+    def memory_table(self) -> dict[str, Any]:
+        """memory.json, once `analyse` is through."""
+        table: dict[str, Any] = json.loads(self.workspace.read_text("memory.json"))
+        return table
 
     def results(self) -> tuple[PassResult, ...]:
         return tuple(self.workspace.records.values())

@@ -1,6 +1,6 @@
 """What is compiled, and how: the model's files and the caller's options.
 
-May import pdscope.{arguments,errors}, pdscope.ir and
+May import pdscope.{arguments,dummy_predictor,errors}, pdscope.ir and
 pdscope.compiler.{checkpoint,cost_source,input_file,trace,passes}.
 """
 
@@ -21,6 +21,7 @@ from pdscope.compiler.passes.pack_weights import WeightReader
 from pdscope.compiler.passes.plan_gpu import POLICIES, RESERVE
 from pdscope.compiler.passes.tokenizer_files import COPIED, read_json
 from pdscope.compiler.trace import TracedModel, load_model
+from pdscope.dummy_predictor import DummyPredictor
 from pdscope.errors import InputError
 from pdscope.ir.graph import Graph
 from pdscope.plan_hash import DUMMY_WEIGHTS
@@ -65,6 +66,7 @@ class Options:
     predictor: str | None = None  # None: auto with a calibration, else off
     predictor_budget: int | str | None = None  # bytes a layer, or e.g. "4.2MB"
     predictor_device: str = "auto"
+    dummy_predictor: str | None = None  # accuracy:P, for dummy weights
     costs: str | Path | None = None  # what CostSource.parse reads
     gpu_mem: int | str | None = None  # bytes, or e.g. "24GiB"; None: a plan for the CPU alone
     gpu_reserve: int | str = RESERVE  # of them, the driver's own
@@ -110,7 +112,23 @@ class Options:
             raise InputError(f"max_rows: expected 1 to 65536, got {self.max_rows}")
         _ = self.cost_source  # its faults come to light here
         self._check_prediction()
+        self._check_dummy()
         self._check_gpu()
+
+    def _check_dummy(self) -> None:
+        if self.dummy_predictor is None:
+            return
+        DummyPredictor.parse(text("dummy_predictor", self.dummy_predictor))
+        given = f"dummy_predictor: {self.dummy_predictor} is given, but"
+        if self.load_format != "dummy":
+            raise InputError(
+                f"{given} the weights are real: train predictors with --calibration FILE, or give "
+                "--load-format dummy"
+            )
+        if self.cache_prefetch == "off":
+            raise InputError(f"{given} cache_prefetch is off, so no program predicts")
+        if self.predicts:
+            raise InputError(f"{given} so are predictors to train: leave one of them out")
 
     def _check_gpu(self) -> None:
         object.__setattr__(self, "gpu_reserve", byte_count("gpu_reserve", self.gpu_reserve))
@@ -123,8 +141,8 @@ class Options:
         object.__setattr__(self, "gpu_mem", byte_count("gpu_mem", self.gpu_mem))
         if not self.cost_source.wanted:
             raise InputError(
-                "gpu_mem: a GPU plan is decided by what the GPU and its link cost: give --costs, e.g. "
-                "auto,NAME with the name of a shipped hardware description"
+                "gpu_mem: a GPU plan is decided by what the GPU and its link cost: give --costs, "
+                "e.g. auto,NAME with the name of a shipped hardware description"
             )
 
     def _check_prediction(self) -> None:

@@ -6,6 +6,7 @@ configuration against it. May import nothing but the standard library and pdscop
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
 
 
 class Op(StrEnum):
@@ -109,6 +110,22 @@ class GateAttrs:
     top_groups: int
     group_score: str  # "none" | "max" | "top2"
     masked_score: float  # score of experts in groups that were not chosen: 0.0 or -inf
+
+    @classmethod
+    def softmax(cls, experts: int, top_k: int, normalise: bool = True) -> Self:
+        """Softmax over all experts, then the best top_k, with their weights renormalised or not."""
+        return cls(
+            experts=experts,
+            top_k=top_k,
+            score="softmax",
+            normalise=normalise,
+            norm_eps=0.0,
+            scaling=1.0,
+            groups=1,
+            top_groups=1,
+            group_score="none",
+            masked_score=0.0,
+        )
 
 
 @dataclass(frozen=True)

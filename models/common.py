@@ -118,18 +118,7 @@ def gqa(
 
 def softmax_gate(module: Any, normalise: bool) -> tuple[GateAttrs, WeightNames]:
     """Softmax over all experts, then the best top_k, with their weights renormalised or not."""
-    attrs = GateAttrs(
-        experts=int(module.num_experts),
-        top_k=int(module.top_k),
-        score="softmax",
-        normalise=normalise,
-        norm_eps=0.0,
-        scaling=1.0,
-        groups=1,
-        top_groups=1,
-        group_score="none",
-        masked_score=0.0,
-    )
+    attrs = GateAttrs.softmax(int(module.num_experts), int(module.top_k), normalise)
     return attrs, {"weight": "weight"}
 
 

@@ -1,7 +1,7 @@
 """One loaded plan: its library, weights and workers, and the sessions on it.
 
-May import pdscope.{arguments,config,errors,generation,learner,learner_thread,native,placement,
-plan,predictors,session,tokens}; never torch, transformers or the compiler.
+May import pdscope.{arguments,config,dummy_predictor,errors,generation,learner,learner_thread,
+native,placement,plan,predictors,session,tokens}; never torch, transformers or the compiler.
 """
 
 import os
@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pdscope import config
 from pdscope.arguments import flag, index, path, share, text
+from pdscope.dummy_predictor import DummyPredictor
 from pdscope.errors import InputError, PdscopeError, PlanError
 from pdscope.generation import Completion, Stream
 from pdscope.learner import THRESHOLD
@@ -286,6 +287,7 @@ class Engine:
     def _set_predictors(self, handle: EngineHandle) -> list[Chosen]:
         """What serves each layer and phase, with its net; sets the nets that there are."""
         self._why_predictor = "asked for"
+        self._dummy: DummyPredictor | None = None
         if self._asked_predictor == "off":
             return []
         self._why_predictor = "the plan's programs have no cache prefetch"
@@ -296,6 +298,12 @@ class Engine:
         if chosen is None:
             return []
         self._why_predictor = "phaseper.json"
+        self._dummy = DummyPredictor.of(self.plan)
+        if self._dummy is not None:
+            self._why_predictor = (
+                f"phaseper.json: {self._dummy.describe()}; pdscope-bench records one, in other "
+                "runs the next layer's gate predicts"
+            )
         for each in chosen:
             if each.net is not None:
                 each.net.set(handle, each.layer, each.phase)
@@ -305,7 +313,9 @@ class Engine:
         """What --json says of the predictors of the next layer's experts.
 
         `asked`: auto or off; `state`: on where phaseper.json decides, off: the next layer's gate
-        predicts; `why`; `bytes` of memory they take; `chosen`: {phase: {name: layers}}.
+        predicts; `why`; `bytes` of memory they take; `chosen`: {phase: {name: layers}}; `dummy`:
+        that the plan was compiled with (pdscope/dummy_predictor.py), which has a state of its own,
+        or None.
         """
         chosen: dict[str, dict[str, int]] = {}
         for each in self._predictors:
@@ -313,10 +323,11 @@ class Engine:
             counts[each.name] = counts.get(each.name, 0) + 1
         return {
             "asked": self._asked_predictor,
-            "state": "on" if self._predictors else "off",
+            "state": "dummy" if self._dummy else "on" if self._predictors else "off",
             "why": self._why_predictor,
             "bytes": self.info.net_bytes,
             "chosen": chosen,
+            "dummy": None if self._dummy is None else self._dummy.as_dict(),
         }
 
     def learner(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""How a loaded plan with a GPU places experts: the device it runs on, the policy, and what decisions
-are made of: costs.json, hot_experts.json, phaseper.json.
+"""How a loaded plan with a GPU places experts: the device it runs on, the policy, and what
+decisions are made of: costs.json, hot_experts.json, phaseper.json.
 
 May import numpy, pdscope.{config,costs,errors,native,plan}.
 """
@@ -125,8 +125,8 @@ def decision_costs(plan: Plan) -> Costs:
     table = CostTable.parse(plan.read_text(COSTS), str(plan.path / COSTS))
     if table.gpu is None or table.link is None:
         raise PlanError(
-            f"{plan.path / COSTS}: has no times of a GPU and its link: recompile with --costs NAME, "
-            "or auto,NAME, of a hardware description"
+            f"{plan.path / COSTS}: has no times of a GPU and its link: recompile with --costs "
+            "NAME, or auto,NAME, of a hardware description"
         )
     return table.costs()
 

@@ -2,14 +2,16 @@
 whether the files agree with each other.
 
 graph.txt, the dtype and the limits decide everything else that a plan says, so it is computed again
-and compared: src/plan.c, memory.json and plan.json, field by field. Taken on trust are what nothing
-else in the directory repeats: source_name, config_sha256, the target's name, token ids that
-generation_config.json leaves to config.json, and the library's code, which is only hashed.
+and compared: src/plan.c, memory.json (where phaseper.json decides what predictors take) and
+plan.json, field by field. Taken on trust are what nothing else in the directory repeats:
+source_name, config_sha256, the target's name, token ids that generation_config.json leaves to
+config.json, and the library's code, which is only hashed.
 
-May import pdscope.{errors,ir,plan,plan_diff,runtime_c,schema}, pdscope.compiler.costs and those
-passes of the compiler that read no weights.
+May import pdscope.{dummy_predictor,errors,ir,plan,plan_diff,predictor_figures,runtime_c,schema},
+pdscope.compiler.costs and those passes of the compiler that read no weights.
 """
 
+import json
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -21,8 +23,9 @@ from pdscope.compiler.lowered import LoweredModel
 from pdscope.compiler.manifest import derived_fields
 from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.plan_gpu import PREDICT_ROWS, GpuMemory, PlanGpu, memory_table
-from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory
+from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, predictor_table
 from pdscope.compiler.passes.tokenizer_files import COPIED, chat_template, generation_ids
+from pdscope.dummy_predictor import DummyPredictor
 from pdscope.errors import PdscopeError, PlanError
 from pdscope.ir.encode import decode, encode, program_order
 from pdscope.ir.graph_text import parse_graph
@@ -33,6 +36,8 @@ from pdscope.ir.verify import verify, verify_sequence
 from pdscope.plan import Plan
 from pdscope.plan_diff import flatten
 from pdscope.plan_hash import DUMMY_WEIGHTS
+from pdscope.predictor_figures import JSON as PREDICTORS
+from pdscope.predictor_figures import Predictors
 from pdscope.runtime_c import ISA_PATHS
 from pdscope.schema import FORMAT_VERSION, check_full
 
@@ -138,7 +143,7 @@ def _derived(plan: Plan) -> Iterator[str]:
     memory = memory.with_programs(len(plan.read_bytes("program.bin")))
     for name, value in _expected(plan, model, memory, gpu).items():
         yield from _compare(plan, name, value, "graph.txt")
-    yield from _memory_table(plan, memory_table(memory, gpu))
+    yield from _memory_table(plan, model, memory_table(memory, gpu))
     yield from _costs(plan, model)
     text = plan.read_text("src/plan.c")
     own_hash = re.search(_HASH, text)
@@ -175,7 +180,10 @@ def _expected(
     }
 
 
-def _memory_table(plan: Plan, table: dict[str, Any]) -> Iterator[str]:
+def _memory_table(plan: Plan, model: LoweredModel, table: dict[str, Any]) -> Iterator[str]:
+    if PREDICTORS in plan.files and DummyPredictor.of(plan) is None:
+        Predictors.open(plan)  # what is damaged is said there
+        table["predictors"] = predictor_table(model, json.loads(plan.read_text(PREDICTORS)))
     said, found = flatten(plan.memory_table()), flatten(table)
     off = [n for n in sorted(said.keys() | found.keys()) if said.get(n) != found.get(n)]
     if off:

@@ -10,10 +10,11 @@ from typing import Any
 
 #: How the plan was built, not what it computes; the library and its source carry the hash, and what
 #: is learned of its routing, or measured of its parts, decides where experts run and no more.
+#: memory.json follows from the rest, and counts predictors too.
 _LEFT_OUT = {"generator", "plan_hash", "target", "files"}
 _BUILT = (
-    *("src/", "lib/", "phaseper/", "phaseper.json", "report.html", "costs.json"),
-    *("hot_experts.json", "program.gpu.bin", "programs/gpu/"),
+    *("src/", "lib/", "phaseper/", "phaseper.json", "memory.json", "report.html"),
+    *("costs.json", "hot_experts.json", "program.gpu.bin", "programs/gpu/"),
 )
 
 #: weights_sha256 of dummy weights, of which there is one version.

@@ -87,7 +87,15 @@ def report(predictors: Predictors, layers: Sequence[Layer], text: str) -> str:
         "<h2>Means by layer group</h2><p>Hit rate / rank accuracy, in percent.</p>",
         _table(summaries(layers)),
     ]
-    body = "\n".join(parts)
+    return _page("\n".join(parts))
+
+
+def dummy_page(what: str) -> str:
+    """The page of a plan whose predictor is a dummy; `what` says of what kind."""
+    return _page(f"<p><strong>DUMMY</strong>: {escape(what)}. Nothing was measured.</p>")
+
+
+def _page(body: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>Predictors of the next layer's experts</title><style>{_STYLE}</style></head>\n"

@@ -393,6 +393,30 @@ class Session(SessionCore):
                     null = ffi().NULL
                     self._check(self._lib.pds_session_set_tap(self._pointer(), null, null))
 
+    def set_predictions(self, experts: ArrayLike | None) -> None:
+        """Steps predict these from now on, whatever the predictors say; results stay the same.
+
+        experts: [tokens, layers, top_k] ids: what the MoE layer `layer` says at a position of any
+        sequence that the next one will choose; of other layers nothing is read. Behind the last of
+        the tokens predictors predict again; None: everywhere. Raises InputError.
+        """
+        held: NDArray[np.uint16] | None = None
+        if experts is not None:
+            given = integers("predictions", experts)
+            model = self.engine.plan.model
+            shape = (len(given) if given.ndim else 0, model["layers"], model["top_k"])
+            if given.shape != shape:
+                raise InputError(f"predictions has shape {given.shape}, expected {shape}")
+            if given.size and not 0 <= given.min() <= given.max() < model["experts"]:
+                raise InputError(f"predictions: expected experts 0 to {model['experts'] - 1}")
+            held = np.ascontiguousarray(given, np.uint16)
+        with self._operation():
+            c = ffi()
+            pointer = c.NULL if held is None else c.cast("uint16_t *", held.ctypes.data)
+            tokens = 0 if held is None else len(held)
+            self._check(self._lib.pds_session_set_predictions(self._pointer(), pointer, tokens))
+            self._predictions = held
+
     def close(self) -> None:
         """Ends what runs and frees the session's memory; may be called again."""
         if os.getpid() != self._pid:

@@ -32,9 +32,9 @@ from pdscope.routing_records import Records, RoutingReader, moe_layers
 from pdscope.tokens import Tokenizer
 
 CHUNK = 8192  # tokens read between two points that a killed process goes on from
-# Rows a phase where the caller names no number: more hardly make better predictors, and a model of
-# many wide layers should not fill a disk.
-ROWS, DISK = 131072, 16 << 30
+# Rows a phase where the caller names no number. Of 690,000 rows predictors learn more than of the
+# same rows again and again, and a model of many wide layers should not fill a disk.
+ROWS, DISK = 1 << 20, 16 << 30
 
 TRACES, SUMMARY = "traces", "phaseper/traces.json"
 
@@ -216,7 +216,10 @@ class CollectTraces:
 def no_traces(source: Model, plan: Plan, layers: int) -> str | None:
     """Why no predictor can be trained; None: it can. `plan` need have no weights or code yet."""
     if source.dummy:
-        return "no predictor: dummy weights choose experts at random, so there is nothing to learn"
+        return (
+            "no predictor: dummy weights choose experts at random, so there is nothing to learn; "
+            "--dummy-predictor accuracy:P stands in for one"
+        )
     if layers < 2:
         return f"no predictor: the model has {layers} MoE layers, and the first one needs none"
     if plan.data["tokenizer"]["file"] is None:

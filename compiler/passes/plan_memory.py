@@ -37,6 +37,8 @@ NET_WIDTH = 1024  # PDS_NET_WIDTH of plan_desc.h
 BATCH_ROWS = 16  # steps of at most this many rows split attention over the context, and predict
 KV_SPLIT = 512  # context tokens of one split
 LOGITS_BYTES = 64 << 20  # aim for the logits buffer
+NET_HEADER = 192  # of a net in memory: struct pds_net of net.h, rounded up to CACHE_LINE
+NET_SLOT = 16  # struct pds_net_slot of net.h; two a layer
 HOLE_BYTES = 16  # struct pds_hole of step.h
 CACHE_LINE = 64
 
@@ -157,6 +159,51 @@ class MemoryPlan:
         }
 
 
+def predictor_table(model: LoweredModel, predictors: Mapping[str, Any]) -> dict[str, Any]:
+    """memory.json's `predictors`: what a load takes for them (nets.c). predictors: phaseper.json.
+
+    A net is one mapping, and so is the table of all. Where the next layer's gate predicts there is
+    none; a heuristic is a net without hidden units. Programs that predict nothing load none.
+    """
+    nets = []
+    for entry in predictors["layers"] if _predicts(model) else ():
+        shape = _net_shape(entry)
+        if shape is not None:
+            bytes_ = net_bytes(predictors["hidden"], predictors["experts"], *shape)
+            nets.append({"layer": entry["layer"], "phase": entry["phase"], "bytes": bytes_})
+    table = ceil_to(2 * len(model.layers) * NET_SLOT, GRAIN) if nets else 0
+    total = table + sum(int(net["bytes"]) for net in nets)
+    return {"table_bytes": table, "nets": nets, "total_bytes": total}
+
+
+def _net_shape(entry: Mapping[str, Any]) -> tuple[int, bool, int] | None:
+    """Hidden units, whether it is deep, and feature blocks of what serves a layer and phase
+    (pdscope/predictors.py); None: the next layer's gate."""
+    if entry["chosen"] == "phaseper":
+        net = entry["net"]
+        return int(net["width"]), bool(net["deep"]), len(net["blocks"])
+    blocks = {"previous": 1, "frequency": 0, "transition": 1}.get(entry["chosen"])
+    return None if blocks is None else (0, False, blocks)
+
+
+def net_bytes(hidden: int, experts: int, width: int, deep: bool, blocks: int) -> int:
+    """One net's mapping (lay_out of net.c)."""
+
+    def panels(n: int, k: int) -> int:
+        return 2 * ceil_to(n, PANEL) * ceil_to(k, K_ALIGN) if n and k else 0
+
+    first, second = width + experts, width if deep else 0
+    parts = (
+        panels(first + second, hidden) if width else 0,
+        panels(second, width),
+        panels(experts, width),
+        4 * (first + second),
+        4 * second,
+        2 * blocks * experts * first,
+    )
+    return ceil_to(NET_HEADER + sum(ceil_to(part, CACHE_LINE) for part in parts), GRAIN)
+
+
 @dataclass(frozen=True)
 class PlanMemory:
     """Options: rows of the largest step (prefill chunk), and of it, those that predict."""
@@ -202,6 +249,25 @@ class WriteMemory:
 
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
         return {workspace.write("memory.json", json.dumps(self.table, indent=2) + "\n"): None}
+
+
+@dataclass(frozen=True)
+class CountPredictors:
+    """memory.json once more, with the predictors that were chosen. `table`: as WriteMemory's."""
+
+    model: LoweredModel
+    table: Mapping[str, Any]
+
+    name = "count-predictors"
+    reads = ("phaseper.json",)
+
+    def inputs(self) -> Mapping[str, str]:
+        return {"table": json.dumps(self.table), "predicts": str(_predicts(self.model))}
+
+    def run(self, workspace: Workspace) -> Mapping[str, str | None]:
+        found = json.loads(workspace.read_text("phaseper.json"))
+        table = {**self.table, "predictors": predictor_table(self.model, found)}
+        return {workspace.write("memory.json", json.dumps(table, indent=2) + "\n"): None}
 
 
 def _buffers(model: LoweredModel, rows: int, logits: int, predict: int) -> list[Buffer]:

@@ -125,7 +125,7 @@ def sample(
     clock: Clock,
     limits: Limits,
     *,
-    seconds: float = SECONDS,
+    seconds: float,
     now: Callable[[], float] = time.monotonic,
     advance: Callable[[int], None] = lambda _: None,
 ) -> dict[Key, list[int]]:
@@ -328,7 +328,7 @@ def measure(engine: Engine, model: ModelKey, progress: Progress) -> CostTable:
     try:
         progress.start("measure costs", int(1000 * SECONDS), "ms")
         clock.warm()
-        taken = sample(clock, clock.limits, advance=progress.advance)
+        taken = sample(clock, clock.limits, seconds=SECONDS, advance=progress.advance)
     finally:
         clock.session.close()
     device = device_of(taken, clock.limits)

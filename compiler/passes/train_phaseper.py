@@ -1,11 +1,13 @@
 """Train and choose the predictors of a plan: phaseper/layerNNN.safetensors and phaseper.json.
 
-May import numpy, pdscope.compiler.{lowered,passmanager,quantise,source} and
-pdscope.compiler.phaseper; torch comes with its modules, when the pass runs.
+May import numpy, pdscope.{dummy_predictor,predictor_figures,predictor_html},
+pdscope.compiler.{lowered,passmanager,quantise,source} and pdscope.compiler.phaseper; torch comes
+with its modules, when the pass runs.
 """
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,22 +18,29 @@ from pdscope.compiler.passmanager import Workspace
 from pdscope.compiler.phaseper.store import Gate
 from pdscope.compiler.quantise import to_float32
 from pdscope.compiler.source import Options
+from pdscope.dummy_predictor import DummyPredictor
+from pdscope.predictor_figures import JSON
+from pdscope.predictor_html import HTML, dummy_page
 
 if TYPE_CHECKING:
     from pdscope.compiler.phaseper.store import Store
     from pdscope.compiler.phaseper.train import TrainOptions
 
 
+STATES = "training"  # of a training that was cut short
+
+
 @dataclass(frozen=True)
 class TrainPhasePer:
     """`traces`: opens the store; `key`: what the traces were made from; `gates`: gate of every MoE
-    layer but the first, by model-layer number, read when the pass runs; `device`: "cpu", "cuda" or
-    "auto"."""
+    layer but the first, by model-layer number, read when the pass runs; `code`: of the compiler;
+    `device`: "cpu", "cuda" or "auto"."""
 
     traces: Callable[[], "Store"] = field(repr=False)
     key: str
     gates: Callable[[], Mapping[int, Gate]] = field(repr=False)
     options: "TrainOptions"
+    code: str = field(repr=False)
     device: str = "auto"
     start: Callable[[int], None] = lambda _: None  # receives the rows to train on, an estimate
     advance: Callable[[int], None] = lambda _: None  # receives rows trained on since its last call
@@ -48,12 +57,46 @@ class TrainPhasePer:
         from pdscope.compiler.phaseper.build import build_predictors
 
         store, gates = self.traces(), self.gates()
+        states = workspace.scratch(STATES), f"{self.key} {self.code}"
         about, files = build_predictors(
-            store, gates, self.options, self.device, usable_cores(), self.start, self.advance
+            store,
+            gates,
+            self.options,
+            self.device,
+            usable_cores(),
+            self.start,
+            self.advance,
+            states,
         )
         written = [workspace.write(path, data) for path, data in files.items()]
         data: dict[str, Any] = {"traces": self.key, **about}
         written.append(workspace.write("phaseper.json", json.dumps(data, indent=1) + "\n"))
+        shutil.rmtree(states[0])
+        return dict.fromkeys(written)
+
+
+@dataclass(frozen=True)
+class WriteDummyPredictor:
+    """phaseper.json of a plan of dummy weights: pdscope/dummy_predictor.py has what it says."""
+
+    text: str
+    hidden: int
+    experts: int
+    top_k: int
+
+    name = "dummy-predictor"
+    reads = ()
+
+    def inputs(self) -> Mapping[str, str]:
+        return {name: str(value) for name, value in vars(self).items()}
+
+    def run(self, workspace: Workspace) -> Mapping[str, str | None]:
+        dummy = DummyPredictor.parse(self.text)
+        data = dummy.file(self.hidden, self.experts, self.top_k)
+        written = [
+            workspace.write(JSON, json.dumps(data, indent=1) + "\n"),
+            workspace.write(HTML, dummy_page(dummy.describe())),
+        ]
         return dict.fromkeys(written)
 
 

@@ -3,20 +3,28 @@
 May import numpy, torch, pdscope.errors and pdscope.compiler.phaseper.*.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pdscope.compiler.phaseper.checkpoints import Checkpoints
 from pdscope.compiler.phaseper.groups import find_groups
 from pdscope.compiler.phaseper.predictor_file import FORMAT, layer_bytes, layer_file
 from pdscope.compiler.phaseper.rows import PhaseRows
 from pdscope.compiler.phaseper.select import bytes_read, entry, select
 from pdscope.compiler.phaseper.store import Gate, Store, Trace
-from pdscope.compiler.phaseper.train import TrainOptions, one_thread_each, train_phases
+from pdscope.compiler.phaseper.train import (
+    NOT_SAVED,
+    TrainOptions,
+    one_thread_each,
+    train_phases,
+)
 from pdscope.errors import InputError
 
 
@@ -28,11 +36,14 @@ def build_predictors(
     threads: int = 1,
     start: Callable[[int], None] = lambda _: None,
     advance: Callable[[int], None] = lambda _: None,
+    saved: tuple[Path, str] | None = None,
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What phaseper.json holds, and the layers' files by relative path.
 
     The same store, options and kind of device give the same bytes, whatever `threads`. start:
     receives the most rows that may be trained on; advance: rows trained on since its last call.
+    saved: a directory, and the identity of store and gates: what a call that was killed has left
+    there is gone on with.
     A phase without rows gets no predictor. Raises InputError where none has any, BudgetError when
     no net fits the size budget.
     """
@@ -45,11 +56,15 @@ def build_predictors(
     groups = find_groups(store)
     where = pick_device(device)
     rows = {p: PhaseRows(store, p, gates, where, product_type(where)) for p in store.phases}
+    states = NOT_SAVED
+    if saved is not None:
+        what = (saved[1], asdict(options), where.type, str(product_type(where)), torch.__version__)
+        states = Checkpoints(saved[0], json.dumps(what))
     start(sum(most_rows(r, options) for r in rows.values()))
     entries: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
     with one_thread_each():
-        trained = train_phases(rows, groups.names, options, threads, advance)
+        trained = train_phases(rows, groups.names, options, threads, advance, states)
         for pair in range(len(store.layers) - 1):
             parts = {}
             for phase in store.phases:

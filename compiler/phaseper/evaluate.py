@@ -2,10 +2,9 @@
 plan reads it.
 
 In numpy alone: whoever inspects a plan needs no torch. compiler/phaseper/{nets,rivals}.py say what
-each predictor is; scores here are theirs. May import numpy, pdscope.{documents,errors,ir,plan,
-predictor_figures,predictors,routing_records} and pdscope.compiler.{lowered,quantise,passes.lower,
-phaseper.calibrate,phaseper.metrics,phaseper.rivals,phaseper.store}; pdscope.engine for its types
-alone.
+each predictor is. May import numpy, pdscope.{documents,errors,ir,plan,predictor_figures,predictors,
+routing_records} and pdscope.compiler.{lowered,quantise,passes.lower,phaseper.calibrate,
+phaseper.metrics,phaseper.rivals,phaseper.scores,phaseper.store}; of pdscope.engine only types.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from pdscope.compiler.phaseper.metrics import (
     top,
 )
 from pdscope.compiler.phaseper.rivals import previous_scores, transition_scores
+from pdscope.compiler.phaseper.scores import net_scores, sigmoid
 from pdscope.compiler.phaseper.store import Gate
 from pdscope.compiler.quantise import to_bfloat16, to_float32
 from pdscope.documents import Document
@@ -231,19 +231,6 @@ def net_shapes(net: Mapping[str, Any], hidden: int, experts: int) -> dict[str, t
     return shapes
 
 
-def net_scores(tensors: Mapping[str, Array], a: Array, features: Array) -> Array:
-    """nets.reference [rows, experts]: a [rows, hidden], features [rows, blocks * experts]."""
-    t = {name: _fp32(tensor) for name, tensor in tensors.items()}
-    u = a @ t["in.weight"].T + t["in.bias"] + features @ t["features.weight"]
-    width = t["out.weight"].shape[1]
-    h = _silu(u[:, :width])
-    if "gate.weight" in t:
-        gate = _sigmoid(a @ t["gate.weight"].T + t["gate.bias"])
-        h = h + gate * _silu(h @ t["block.weight"].T + t["block.bias"])
-    out: Array = u[:, width:] + h @ t["out.weight"].T
-    return out
-
-
 def choice_scores(gate: Gate, logits: Array) -> Array:
     """rivals.choice_scores: what the family's gate takes the best top_k of [n, experts]."""
     attrs = gate.attrs
@@ -251,7 +238,7 @@ def choice_scores(gate: Gate, logits: Array) -> Array:
         choice = np.exp(logits - logits.max(1, keepdims=True))
         choice /= choice.sum(1, keepdims=True)
     else:
-        choice = _sigmoid(logits)
+        choice = sigmoid(logits)
     if gate.bias is not None:
         choice = choice + gate.bias
     if attrs.groups > 1:
@@ -313,16 +300,3 @@ def layer_tensors(
                 f"{path}: tensor {phase}.{name} has shape {held}, expected {shape}: {_AGAIN}"
             )
     return {name: found[f"{phase}.{name}"] for name in shapes}
-
-
-def _fp32(tensor: NDArray[Any]) -> Array:
-    return to_float32(tensor) if tensor.dtype == np.uint16 else tensor
-
-
-def _sigmoid(x: Array) -> Array:
-    out: Array = (1 / (1 + np.exp(-np.clip(x, -80, 80)))).astype(np.float32)
-    return out
-
-
-def _silu(x: Array) -> Array:
-    return x * _sigmoid(x)

@@ -1,4 +1,4 @@
-"""PhasePer's nets: shapes, their forward pass over many nets at once, and one net in fp32.
+"""PhasePer's nets: shapes, and their forward pass over many nets at once.
 
 A net of MoE layer l reads the gate's input a [hidden] and sparse features, and gives one logit for
 each expert of the next MoE layer:
@@ -144,19 +144,3 @@ def file_tensors(shape: NetShape, p: Parameters, net: int, scale: Tensor) -> dic
             "block.bias": p["block_bias"][net, 0].detach().cpu(),
         }
     return {name: tensor.contiguous() for name, tensor in made.items()}
-
-
-def reference(shape: NetShape, tensors: dict[str, Tensor], a: Tensor, features: Tensor) -> Tensor:
-    """One net from its file's tensors, all in fp32: what the runtime's forward is checked against.
-
-    a: [rows, hidden]; features: [rows, blocks * experts], w_r or 1 where a row is set. Gives
-    [rows, experts].
-    """
-    t = {name: tensor.float() for name, tensor in tensors.items()}
-    a, features = a.float(), features.float()
-    u = a @ t["in.weight"].T + t["in.bias"] + features @ t["features.weight"]
-    h = functional.silu(u[:, : shape.width])
-    if shape.deep:
-        gate = torch.sigmoid(a @ t["gate.weight"].T + t["gate.bias"])
-        h = h + gate * functional.silu(h @ t["block.weight"].T + t["block.bias"])
-    return u[:, shape.width :] + h @ t["out.weight"].T

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from pdscope.compiler.phaseper.metrics import Array
-from pdscope.compiler.phaseper.nets import NetShape, reference
+from pdscope.compiler.phaseper.nets import NetShape
 from pdscope.compiler.phaseper.rivals import Tables
+from pdscope.compiler.phaseper.scores import net_scores
 from pdscope.errors import PlanError
 
 FORMAT = 1
@@ -54,13 +55,8 @@ class Net:
     tensors: dict[str, Tensor]
 
     def scores(self, a: Array, features: Array) -> Array:
-        """Logits [rows, experts], in fp32; see nets.reference."""
-        with torch.no_grad():
-            out = reference(
-                self.shape, self.tensors, torch.from_numpy(a), torch.from_numpy(features)
-            )
-        made: Array = out.numpy()
-        return made
+        """Logits [rows, experts], in fp32; see scores.net_scores."""
+        return net_scores({n: t.float().numpy() for n, t in self.tensors.items()}, a, features)
 
 
 class PredictorFiles:

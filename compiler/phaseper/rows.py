@@ -57,6 +57,7 @@ class PhaseRows:
         self.gates = gates
         self.blocks = BLOCKS[phase]
         self._traces = [store.layer(phase, layer) for layer in self.layers]
+        self.rows = store.rows(phase)
         split = store.split(phase)
         self.train = np.flatnonzero(~split)
         self.validation = np.flatnonzero(split)

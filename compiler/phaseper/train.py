@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdscope.compiler.phaseper.checkpoints import Checkpoints
 from pdscope.compiler.phaseper.groups import MIDDLE
 from pdscope.compiler.phaseper.losses import DISTILL, LossSpec, paper_loss, stacked_loss
 from pdscope.compiler.phaseper.metrics import Array, hit_rate
@@ -28,7 +30,10 @@ from pdscope.errors import BudgetError
 
 SLICE = 8  # pairs of layers that one CPU thread trains; part of what the result depends on
 JUDGED = 8192  # validation rows that a search or early stopping looks at
-NARROWER = 0.001  # hit rate that half the width may cost
+# Hit rate that twice the width gains on all rows, and not yet on those of a search (measured on
+# tiny-deepseek-v2, decode, 256 -> 512: 0.0037). Half the width has to lead by it.
+WIDER = 0.003
+NOT_SAVED = Checkpoints(None)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class TrainOptions:
 
     seed: int = 0
     size_budget: int = 4_200_000  # bytes of one layer's file, both phases
-    width: int = 256  # of the widest nets, where the budget allows it
+    width: int = 512  # of the widest nets, where the budget allows it
     batch: int = 512
     rows: int = 2_000_000  # that a net is trained on
     epochs: int = 24  # passes over the rows, where there are few
@@ -64,9 +69,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """`parameters` of one net, on the CPU, in stacks of one; `hit`: on the judged validation rows;
-    `rows`: that it was trained on when it was best; `searched`: (candidate, hit rate) of every
-    round's candidates."""
+    """`parameters` of one net, on the CPU, in stacks of one, none of a search's; `hit`: on the
+    judged validation rows; `rows`: that it was trained on when it was best; `searched`: (candidate,
+    hit rate) of every round's candidates."""
 
     job: Job
     parameters: Parameters
@@ -86,7 +91,8 @@ def fitting_width(
     least = NetShape(hidden, experts, 16, deep, blocks).bytes()
     raise BudgetError(
         f"a predictor of {budget} bytes a layer and phase: the smallest of this model takes "
-        f"{least}; raise the size budget or leave predictors out"
+        f"{least}; raise --predictor-budget (bytes of a layer's both phases) to {2 * least}, or "
+        "leave predictors out: --predictor off"
     )
 
 
@@ -113,12 +119,13 @@ def train_phases(
     options: TrainOptions,
     threads: int,
     progress: Callable[[int], None] = lambda _: None,
+    saved: Checkpoints = NOT_SAVED,
 ) -> dict[str, list[Trained]]:
     """The best net of every phase and pair of layers, in order; on a CPU `threads` of their slices
     train at a time.
 
     groups[i]: group of pair i's layer. progress: receives rows trained on since its last call, over
-    all nets.
+    all nets. saved: what an earlier call has left there is gone on with, and comes out the same.
     """
     work = [
         (phase, list(rows.pairs[at : at + SLICE]))
@@ -128,13 +135,13 @@ def train_phases(
 
     def one(item: tuple[str, list[int]]) -> list[Trained]:
         torch.set_num_threads(1)  # of this thread's operations
-        return train_slice(phases[item[0]], item[1], groups, options, progress)
+        return train_slice(phases[item[0]], item[1], groups, options, progress, saved)
 
     found: dict[str, list[Trained]] = {phase: [] for phase in phases}
     if any(rows.device.type != "cpu" for rows in phases.values()):
         for phase, rows in phases.items():  # one after the other: memory
             rows.load()
-            found[phase] = train_slice(rows, list(rows.pairs), groups, options, progress)
+            found[phase] = train_slice(rows, list(rows.pairs), groups, options, progress, saved)
             rows.release()
         return found
     with ThreadPoolExecutor(max(1, threads)) as pool:
@@ -151,28 +158,42 @@ def train_slice(
     groups: Sequence[str],
     options: TrainOptions,
     progress: Callable[[int], None],
+    saved: Checkpoints = NOT_SAVED,
 ) -> list[Trained]:
     """Successive halving: every candidate of a pair is trained on few rows, the better half on
     more, and the best on all."""
+    name = f"{rows.phase}-{pairs[0]}"
     left = {pair: candidates(rows, groups[pair], options) for pair in pairs}
     history: dict[int, list[tuple[Candidate, float]]] = {pair: [] for pair in pairs}
-    for count in options.search_rows:
+    for number, count in enumerate(options.search_rows):
         jobs = [Job(pair, c) for pair in pairs for c in left[pair] if len(left[pair]) > 1]
         judged: dict[int, list[tuple[Candidate, float]]] = {}
-        for trained in train_jobs(rows, jobs, count, options, progress):
+        stage = Stage(saved, f"{name}-search{number}", keep=False)
+        for trained in train_jobs(rows, jobs, count, options, progress, stage):
             judged.setdefault(trained.job.pair, []).append((trained.job.candidate, trained.hit))
         for pair, results in judged.items():
             history[pair] += results
             results.sort(key=lambda r: -_merit(r))
             left[pair] = [c for c, _ in results[: len(results) // 2]]
     jobs = [Job(pair, left[pair][0]) for pair in pairs]
-    best = train_jobs(rows, jobs, options.rows, options, progress)
+    stage = Stage(saved, f"{name}-last", keep=True)
+    best = train_jobs(rows, jobs, options.rows, options, progress, stage)
     return [replace(t, searched=tuple(history[t.job.pair])) for t in best]
 
 
 def _merit(result: tuple[Candidate, float]) -> float:
-    """Hit rate, less what a wider net has to gain to be worth its bytes."""
-    return result[1] - NARROWER * math.log2(result[0].shape.width)
+    """Hit rate, and what a wider net has yet to gain."""
+    return result[1] + WIDER * math.log2(result[0].shape.width)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A training of many stacks: where their states are saved, and whether their parameters
+    matter."""
+
+    saved: Checkpoints
+    name: str
+    keep: bool
 
 
 def train_jobs(
@@ -181,62 +202,108 @@ def train_jobs(
     count: int,
     options: TrainOptions,
     progress: Callable[[int], None] = lambda _: None,
+    stage: Stage | None = None,
 ) -> list[Trained]:
     """Trains each job's net on `count` rows, those of one shape side by side. In `jobs`' order."""
+    stage = stage or Stage(NOT_SAVED, "", keep=True)
     made: dict[Job, Trained] = {}
     ordered = sorted(jobs, key=lambda j: (str(j.candidate.shape), j.pair))
-    for _, stack in groupby(ordered, key=lambda j: j.candidate.shape):
-        for trained in _train_stack(rows, list(stack), count, options, progress):
+    for number, (_, same) in enumerate(groupby(ordered, key=lambda j: j.candidate.shape)):
+        part = replace(stage, name=f"{stage.name}-{number}")
+        stack = _Stack(rows, list(same), count, options, stage.keep)
+        for trained in stack.train(progress, part):
             made[trained.job] = trained
     return [made[job] for job in jobs]
 
 
-def _train_stack(
-    rows: PhaseRows,
-    jobs: list[Job],
-    count: int,
-    options: TrainOptions,
-    progress: Callable[[int], None],
-) -> list[Trained]:
-    generator = torch.Generator().manual_seed(options.seed)
-    shape = jobs[0].candidate.shape
-    pairs, specs = [j.pair for j in jobs], [j.candidate.loss for j in jobs]
-    parameters = initial(shape, _cross_gates(rows, pairs), generator, rows.device)
-    frequency = torch.from_numpy(np.stack([rows.frequency(p) for p in pairs]))
-    frequency = frequency[:, None].to(rows.device)
-    for tensor in parameters.values():
-        tensor.requires_grad_()
-    batch = min(options.batch, max(len(rows.train), 1))
-    steps = max(1, min(count, options.epochs * len(rows.train)) // batch)
-    optimizer = torch.optim.AdamW(
-        parameters.values(),
-        lr=options.learning_rate,
-        betas=(0.9, 0.98),
-        weight_decay=options.weight_decay,
-        fused=True,
-    )
-    looks = {steps * (i + 1) // options.checks for i in range(options.checks)} | {steps}
-    best = _Best(rows, shape, jobs)
-    for step, ids in enumerate(_shuffled(rows.train, batch, steps, options.seed), 1):
-        for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * _schedule(step, steps)
-        b = rows.batch(pairs, ids)
-        logits = forward(shape, parameters, b.x, rows.dtype)
-        loss = stacked_loss(specs, logits, b.truth, b.soft, frequency, rows.top_k)
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        optimizer.step()
-        progress(len(ids) * len(jobs))
-        if step in looks and best.look(parameters, step * batch) >= options.patience:
-            break
-    return best.trained()
+class _Stack:
+    """Nets of one shape, and how far their training is."""
+
+    def __init__(
+        self, rows: PhaseRows, jobs: list[Job], count: int, options: TrainOptions, keep: bool
+    ) -> None:
+        self.rows, self.jobs, self.options = rows, jobs, options
+        self.shape = jobs[0].candidate.shape
+        self.pairs = [j.pair for j in jobs]
+        self.batch = min(options.batch, max(len(rows.train), 1))
+        self.steps = max(1, min(count, options.epochs * len(rows.train)) // self.batch)
+        self.best = _Best(rows, self.shape, jobs, keep)
+        self.step = 0
+
+    def _begin(self) -> None:
+        generator = torch.Generator().manual_seed(self.options.seed)
+        linear = _cross_gates(self.rows, self.pairs)
+        self.parameters = initial(self.shape, linear, generator, self.rows.device)
+        for tensor in self.parameters.values():
+            tensor.requires_grad_()
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=self.options.learning_rate,
+            betas=(0.9, 0.98),
+            weight_decay=self.options.weight_decay,
+            fused=True,
+        )
+
+    def train(self, progress: Callable[[int], None], stage: Stage) -> list[Trained]:
+        """Ends early where no net gets better any more."""
+        rows, steps, pairs = self.rows, self.steps, self.pairs
+        state = stage.saved.load(stage.name, rows.device)
+        if state is not None:
+            self.step = state["step"]
+            self.best.restore(state["best"])
+            progress(self.step * self.batch * len(self.jobs))
+            if state["done"]:
+                return self.best.trained()
+        self._begin()
+        if state is not None:
+            with torch.no_grad():
+                for name, tensor in self.parameters.items():
+                    tensor.copy_(state["parameters"][name])
+            self.optimizer.load_state_dict(state["optimizer"])
+        specs = [j.candidate.loss for j in self.jobs]
+        frequency = torch.from_numpy(np.stack([rows.frequency(p) for p in pairs]))
+        frequency = frequency[:, None].to(rows.device)
+        checks = self.options.checks
+        looks = {steps * (i + 1) // checks for i in range(checks)} | {steps}
+        batches = _shuffled(rows.train, self.batch, steps, self.options.seed)
+        for ids in islice(batches, self.step, None):
+            self.step += 1
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.options.learning_rate * _schedule(self.step, steps)
+            b = rows.batch(pairs, ids)
+            found = forward(self.shape, self.parameters, b.x, rows.dtype)
+            loss = stacked_loss(specs, found, b.truth, b.soft, frequency, rows.top_k)
+            self.optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            self.optimizer.step()
+            progress(len(ids) * len(self.jobs))
+            if self.step in looks:
+                barren = self.best.look(self.parameters, self.step * self.batch)
+                if barren >= self.options.patience:
+                    break
+            if stage.saved.due(stage.name):
+                stage.saved.save(stage.name, self._state())
+        end = {"done": True, "step": self.step, "best": self.best.state()}
+        stage.saved.save(stage.name, end)
+        return self.best.trained()
+
+    def _state(self) -> dict[str, Any]:
+        parameters = {name: tensor.detach() for name, tensor in self.parameters.items()}
+        return {
+            "done": False,
+            "step": self.step,
+            "best": self.best.state(),
+            "parameters": parameters,
+            "optimizer": self.optimizer.state_dict(),
+        }
 
 
 class _Best:
-    """Each net's parameters when it did best on the validation rows."""
+    """How each net did when it did best on the validation rows, and its parameters then if `keep`
+    says so."""
 
-    def __init__(self, rows: PhaseRows, shape: NetShape, jobs: list[Job]) -> None:
-        self.rows, self.shape, self.jobs = rows, shape, jobs
+    def __init__(self, rows: PhaseRows, shape: NetShape, jobs: list[Job], keep: bool) -> None:
+        self.rows, self.shape, self.jobs, self.keep = rows, shape, jobs, keep
         self.judged = some(rows.validation if len(rows.validation) else rows.train, JUDGED)
         self.hit = [-1.0] * len(jobs)
         self.seen = [0] * len(jobs)
@@ -252,10 +319,18 @@ class _Best:
             hit = hit_rate(scores[i], self.rows.chosen(pair, self.judged))
             if hit > self.hit[i]:
                 self.hit[i], self.seen[i], self.barren = hit, seen, 0
-                self.kept[i] = {
-                    n: p[i : i + 1].detach().cpu().clone() for n, p in parameters.items()
-                }
+                if self.keep:
+                    self.kept[i] = {
+                        n: p[i : i + 1].detach().cpu().clone() for n, p in parameters.items()
+                    }
         return self.barren
+
+    def state(self) -> dict[str, Any]:
+        return {"hit": self.hit, "seen": self.seen, "barren": self.barren, "kept": self.kept}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.hit, self.seen, self.barren = state["hit"], state["seen"], state["barren"]
+        self.kept = [{n: p.cpu() for n, p in net.items()} for net in state["kept"]]
 
     def trained(self) -> list[Trained]:
         found = zip(self.jobs, self.kept, self.hit, self.seen, strict=True)

@@ -5,6 +5,7 @@
 pdscope.errors and pdscope.cli._interrupt.
 """
 
+import functools
 import io
 import os
 import sys
@@ -24,6 +25,16 @@ _EPILOG = (
 
 
 _OUTPUT = "standard output"
+
+_MACHINE = (
+    *("device", "policy", "threads", "isa", "pin", "weights", "cache_prefetch", "predictor"),
+    *("learner", "learner_threshold"),
+)
+#: Of runtime_c/src/decide.h, in its order.
+POLICIES = (
+    *("adaptsched", "pdscope-paper", "static", "ondemand", "fate"),
+    *("fiddler", "hybrimoe", "lru", "apex"),
+)
 
 
 class Interrupted(click.Abort):
@@ -141,10 +152,29 @@ def command(name: str) -> Callable[[Callable[..., Any]], Command]:
 
 
 def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say what of the machine an engine uses: threads, isa, pin, weights,
-    cache prefetch, predictors, learner."""
+    """The options that say what of the machine an engine uses, as one argument `machine`: what
+    load() takes."""
+
+    @functools.wraps(function)
+    def gathered(**given: Any) -> Any:
+        machine = {name: given.pop(name) for name in _MACHINE}
+        return function(machine=machine, **given)
+
+    decorated: Callable[..., Any] = gathered
     for option in reversed(
         (
+            click.option(
+                "--device",
+                type=click.Choice(("auto", "gpu", "cpu")),
+                default="auto",
+                help="auto: the GPU that the plan was compiled for, if its driver is found, else "
+                "the CPU. PDSCOPE_CUDA_DRIVER names another driver's library.",
+            ),
+            click.option(
+                "--policy",
+                type=click.Choice(POLICIES),
+                help="What places experts on a GPU. Default: what the plan was compiled with.",
+            ),
             click.option(
                 "-t",
                 "--threads",
@@ -196,8 +226,8 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
         )
     ):
-        function = option(function)
-    return function
+        decorated = option(decorated)
+    return decorated
 
 
 def fail(message: str) -> NoReturn:

@@ -17,7 +17,9 @@ from pdscope.cli.paths import GivenPath
 from pdscope.errors import BudgetError
 
 if TYPE_CHECKING:
+    from pdscope.dummy_predictor import DummyPredictor
     from pdscope.engine import Engine
+    from pdscope.plan import Plan
 
 
 def _counts(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -99,6 +101,13 @@ class Result:
     default=0,
     help="With --perplexity: use the first N tokens of FILE. 0: all.",
 )
+@click.option(
+    "--dummy-predictor",
+    metavar="accuracy:P",
+    help="For a plan of dummy weights: predict each of the next layer's experts with probability P "
+    "(accuracy:P,seed:N: another draw), as recorded in a run beforehand. Results are marked so. "
+    "Default: what the plan was compiled with.",
+)
 @machine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a Markdown table.")
 def main(
@@ -107,17 +116,11 @@ def main(
     n_gen: tuple[int, ...],
     repetitions: int,
     no_warmup: bool,
-    threads: int,
-    isa: str | None,
+    machine: dict[str, Any],
     text: Path | None,
     against: Path | None,
     tokens: int,
-    pin: str | None,
-    weights: str | None,
-    cache_prefetch: str | None,
-    predictor: str,
-    learner: str,
-    learner_threshold: float,
+    dummy_predictor: str | None,
     as_json: bool,
 ) -> None:
     """Measure the speed of a plan in tokens a second, or its perplexity on a text.
@@ -140,13 +143,16 @@ def main(
         from pdscope.engine import load
         from pdscope.plan import Plan
 
+    if text is not None and dummy_predictor is not None:
+        raise click.UsageError("--dummy-predictor is of no use to --perplexity.")
     if text is not None:
-        _perplexity([p for p in (plan, against) if p], text, tokens, threads, isa, as_json)
+        _perplexity([p for p in (plan, against) if p], text, tokens, machine, as_json)
         return
     if against is not None or tokens:
         raise click.UsageError("--against and --tokens go with --perplexity FILE.")
 
     opened = Plan.open(plan)
+    dummy = _dummy(opened, dummy_predictor, machine["predictor"])
     tests = [("pp", n) for n in n_prompt if n] + [("tg", n) for n in n_gen if n]
     if not tests:
         raise click.UsageError("Nothing to measure: -p and -n are both 0.")
@@ -159,22 +165,43 @@ def main(
             )
     with load(
         opened,
-        threads=threads,
-        isa=isa,
-        pin=pin,
-        weights=weights,
-        cache_prefetch=cache_prefetch,
-        predictor=predictor,
-        learner=learner,
-        learner_threshold=learner_threshold,
+        **machine,
     ) as engine:
-        results = [_measure(engine, kind, n, repetitions, not no_warmup) for kind, n in tests]
-        report = [_report(engine, result) for result in results]
-        click.echo(json.dumps(report, indent=2) if as_json else _markdown(engine, results))
+        results = [
+            _measure(engine, kind, n, repetitions, not no_warmup, dummy) for kind, n in tests
+        ]
+        if as_json:
+            click.echo(json.dumps([_report(engine, r, dummy) for r in results], indent=2))
+            return
+        click.echo(_markdown(engine, results))
+        if dummy is not None:
+            click.echo(f"\nDUMMY PREDICTOR: {dummy.describe()}")
 
 
-def _measure(engine: "Engine", kind: str, n: int, repetitions: int, warmup: bool) -> Result:
+def _dummy(plan: "Plan", asked: str | None, predictor: str) -> "DummyPredictor | None":
+    """The dummy predictor that was asked for, here or when the plan was compiled."""
+    from pdscope.dummy_predictor import DummyPredictor, check_plan
+
+    if asked is None:
+        return None if predictor == "off" else DummyPredictor.of(plan)
+    if predictor == "off":
+        raise click.UsageError("--dummy-predictor and --predictor off: leave one of them out.")
+    chosen = DummyPredictor.parse(asked)
+    check_plan(plan)
+    return chosen
+
+
+def _measure(
+    engine: "Engine",
+    kind: str,
+    n: int,
+    repetitions: int,
+    warmup: bool,
+    dummy: "DummyPredictor | None",
+) -> Result:
     import numpy as np
+
+    from pdscope.dummy_predictor import record
 
     ids = np.random.default_rng(n).integers(0, engine.info.vocab, n, dtype=np.int32)
     tokens = ids.tolist()
@@ -188,6 +215,11 @@ def _measure(engine: "Engine", kind: str, n: int, repetitions: int, warmup: bool
             session.decode(token)
 
     run = prefill if kind == "pp" else decode
+    if dummy is not None:
+        session.set_predictions(None)
+        session.reset()
+        experts = engine.plan.model["experts"]
+        session.set_predictions(dummy.predictions(record(session, run), experts))
     if warmup:
         _timed(session.reset, run)
     seconds = tuple(_timed(session.reset, run) for _ in range(repetitions))
@@ -202,7 +234,7 @@ def _timed(before: Callable[[], None], run: Callable[[], None]) -> float:
 
 
 def _perplexity(
-    plans: list[Path], text: Path, limit: int, threads: int, isa: str | None, as_json: bool
+    plans: list[Path], text: Path, limit: int, machine: dict[str, Any], as_json: bool
 ) -> None:
     """One line a plan; the last plan is what the others are compared with."""
     from pdscope.cli.format import human_bytes, markdown
@@ -213,7 +245,7 @@ def _perplexity(
     reports: list[dict[str, Any]] = []
     windows = None
     for path in plans:
-        with load(path, threads=threads, isa=isa) as engine:
+        with load(path, **machine) as engine:
             own = read_windows(engine, text, limit)
             same = windows is None or [w.tolist() for w in windows] == [w.tolist() for w in own]
             if not same:
@@ -247,8 +279,11 @@ def _perplexity(
     click.echo(markdown(rows))
 
 
-def _report(engine: "Engine", result: Result) -> dict[str, Any]:
-    model = engine.plan.model
+def _report(engine: "Engine", result: Result, dummy: "DummyPredictor | None") -> dict[str, Any]:
+    model, predictor = engine.plan.model, engine.predictor()
+    if dummy is not None:
+        about = {"state": "dummy", "why": dummy.describe(), "dummy": dummy.as_dict()}
+        predictor |= about
     return {
         "test": result.test,
         "tokens": result.tokens,
@@ -264,7 +299,8 @@ def _report(engine: "Engine", result: Result) -> dict[str, Any]:
         "threads": engine.info.threads,
         "placement": engine.info.placement(),
         "cache_prefetch": engine.cache_prefetch(),
-        "predictor": engine.predictor(),
+        "predictor": predictor,
+        "gpu": engine.gpu(),
         "learner": engine.learner(),
         "plan_hash": engine.plan.plan_hash,
     }

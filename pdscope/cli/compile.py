@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdscope import config
-from pdscope.cli._common import Interrupted, command
+from pdscope.cli._common import POLICIES, Interrupted, command
 from pdscope.cli._interrupt import leave_at_interrupt
 from pdscope.cli.paths import GivenPath
 
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="Rows of it to train on, a phase. While compiling, one takes 2 bytes x hidden size + 8 x "
     "top-k a MoE layer of disk: 10,000 of both phases take 3.7 GiB at 48 layers of 2048. Default: "
-    "131072, or what 16 GiB hold.",
+    "1048576, or what 16 GiB hold.",
 )
 @click.option(
     "--predictor",
@@ -101,6 +101,12 @@ if TYPE_CHECKING:
     help="Where predictors are trained. auto: on a GPU, if PyTorch finds one.",
 )
 @click.option(
+    "--dummy-predictor",
+    metavar="accuracy:P",
+    help="With --load-format dummy: measure (pdscope-bench) as if the next layer's experts were "
+    "predicted, each with probability P; accuracy:P,seed:N: another draw. Marked so everywhere.",
+)
+@click.option(
     "--costs",
     metavar="auto|FILE|NAME",
     help="What the model's parts cost, for the plan's costs.json. auto: measured here, in about 10 "
@@ -108,6 +114,29 @@ if TYPE_CHECKING:
     "costs.json, or a hardware description. NAME: a shipped description: a100-6230r, h200-emr16, "
     "rtx3090-epyc7452, v100-6230r. auto,NAME: measured here, but GPU and link of NAME. Default: "
     "off, no costs.json.",
+)
+@click.option(
+    "--gpu-mem",
+    metavar="BYTES",
+    help="Compile for a GPU, of whose memory the process may take so much, e.g. 24GiB, all "
+    "included: the driver, weights that are no expert, the KV cache of --max-context, and slots "
+    "for experts. Needs --costs of a GPU. The plan runs on the CPU too. Default: the CPU alone.",
+)
+@click.option(
+    "--gpu-reserve",
+    metavar="BYTES",
+    default="640MiB",
+    show_default=True,
+    help="Of --gpu-mem, what the driver takes for itself: its context and the kernels.",
+)
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    default="adaptsched",
+    show_default=True,
+    help="What decides which experts move to the GPU (docs/policies.md); load and pdscope-run "
+    "--policy may choose another one. static keeps fixed experts alone; fate, hybrimoe, lru and "
+    "apex use all slots as a cache.",
 )
 @click.option(
     "--dry-run", is_flag=True, help="Trace, schedule and print the memory table; write nothing."
@@ -186,16 +215,33 @@ def _count(parameters: int) -> str:
 
 def _predictors(result: "CompileResult") -> str | None:
     """Groups, hit rates, what serves how many layers and phases, and how long it took to train."""
+    from pdscope.dummy_predictor import DummyPredictor
     from pdscope.plan import Plan
     from pdscope.predictor_figures import JSON, Predictors, describe
 
     if result.plan is None or JSON not in result.manifest["files"]:
         return None
-    found = Predictors.open(Plan(result.plan, result.manifest))
+    plan = Plan(result.plan, result.manifest)
+    if dummy := DummyPredictor.of(plan):
+        return f"DUMMY: {dummy.describe()}"
+    found = Predictors.open(plan)
     groups = ", ".join(f"{n} {name}" for name, n in Counter(found.groups).items())
     took = {p.name: p for p in result.passes}["train-phaseper"]
-    seconds = "trained before" if took.cached else f"trained in {took.seconds:.1f} s"
+    seconds = "trained before"
+    if not took.cached:
+        seconds = f"trained in {took.seconds:.1f} s, {took.cpu_seconds:.1f} s of CPU"
     return f"{groups} layers; {describe(found.layers)}; {seconds}"
+
+
+def _runs_where(manifest: dict[str, Any]) -> str:
+    experts, gpu = manifest["placement"]["experts"], manifest.get("gpu")
+    if gpu is None:
+        return f"{experts['cpu']} experts, attention, gates and KV cache on the CPU; no GPU used"
+    all_ = experts["cpu"] + experts["gpu"]
+    return (
+        f"attention, gates and KV cache on the GPU; of {all_} experts {gpu['resident']} stay "
+        f"there, {gpu['ring']} slots for those that move ({gpu['policy']}), the others on the CPU"
+    )
 
 
 def _print_summary(result: "CompileResult") -> None:
@@ -204,7 +250,6 @@ def _print_summary(result: "CompileResult") -> None:
     m = result.manifest
     model, memory = m["model"], m["memory"]
     run = memory["weights"] + memory["engine_1_thread"] + memory["session"]
-    experts = m["placement"]["experts"]
     moe = f"{model['moe_layers']} MoE layers, {model['experts']} experts, top-{model['top_k']}"
     rows = [
         (
@@ -214,7 +259,7 @@ def _print_summary(result: "CompileResult") -> None:
         ("layers", f"{model['layers']} ({moe})"),
         (
             "runs where",
-            f"{experts['cpu']} experts, attention, gates and KV cache on the CPU; no GPU used",
+            _runs_where(m),
         ),
         ("kernel paths", f"{', '.join(m['target']['isa'])} (target {m['target']['name']})"),
         ("programs", f"{m['programs']['count']} with {m['programs']['instructions']} instructions"),
@@ -227,6 +272,16 @@ def _print_summary(result: "CompileResult") -> None:
         ),
         ("to run", f"{human_bytes(run)}: weights, an engine of one thread, one session"),
     ]
+    if gpu := result.memory.get("gpu"):
+        rows.append(
+            (
+                "GPU memory",
+                f"{human_bytes(gpu['total_bytes'])} of {human_bytes(gpu['cap_bytes'])}: driver "
+                f"{human_bytes(gpu['reserve_bytes'])}, weights {human_bytes(gpu['weight_bytes'])}, "
+                f"session {human_bytes(gpu['session']['total_bytes'])}, experts "
+                f"{human_bytes(gpu['slot_bytes'])}",
+            )
+        )
     if result.plan is None:
         rows.append(("dry run", "nothing was written; --json prints the whole memory table"))
     else:

@@ -171,6 +171,7 @@ def _print_summary(plan: "Plan", as_json: bool) -> None:
             f"{weights}, {human_bytes(memory['session'])} a session, "
             f"{human_bytes(memory['kv_per_token'])} a token of KV",
         ),
+        *_dummy_predictor(plan),
         ("on disk", f"{human_bytes(plan.total_bytes)} in {len(plan.files) + 1} files"),
         ("tokenizer", _tokenizer(data["tokenizer"]) + f", EOS {eos}"),
         ("plan hash", plan.plan_hash),
@@ -178,6 +179,15 @@ def _print_summary(plan: "Plan", as_json: bool) -> None:
         ("config hash", model["config_sha256"]),
     ]
     click.echo(pairs(rows))
+
+
+def _dummy_predictor(plan: "Plan") -> list[tuple[str, str]]:
+    if "phaseper.json" not in plan.files or plan.model["load_format"] != "dummy":
+        return []
+    from pdscope.dummy_predictor import DummyPredictor
+
+    dummy = DummyPredictor.of(plan)
+    return [] if dummy is None else [("predictor", f"DUMMY: {dummy.describe()}")]
 
 
 def _tokenizer(entry: dict[str, Any]) -> str:

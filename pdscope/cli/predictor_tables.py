@@ -1,7 +1,7 @@
 """pdscope-inspect --predictor: how well a plan's predictors do, as tables and JSON.
 
-May import click, pdscope.{errors,plan,predictor_figures,predictor_html,cli.format}; what runs the
-plan when a text is given.
+May import click, pdscope.{dummy_predictor,errors,plan,predictor_figures,predictor_html,cli.format};
+what runs the plan when a text is given.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdscope.cli.format import human_bytes, pairs, table
+from pdscope.dummy_predictor import DummyPredictor
 from pdscope.errors import InputError, PlanError, disk_fault
 from pdscope.predictor_figures import (
     PHASEPER,
@@ -35,6 +36,9 @@ _TITLES = {PHASEPER: "PhasePer"}
 
 def print_predictors(plan: "Plan", on: Path | None, html: Path | None, as_json: bool) -> None:
     """on: a text to measure on; None: the calibration's validation rows, as the compile did."""
+    if dummy := DummyPredictor.of(plan):
+        _print_dummy(plan, dummy, on or html, as_json)
+        return
     predictors = Predictors.open(plan)
     found = None if on is None else _evaluate(plan, predictors, on, as_json)
     layers = predictors.layers if found is None else found.layers
@@ -56,6 +60,18 @@ def print_predictors(plan: "Plan", on: Path | None, html: Path | None, as_json: 
     click.echo(table(_layer_rows(predictors, layers)))
     if html is not None:
         click.echo(f"\nplots are in {html}")
+
+
+def _print_dummy(plan: "Plan", dummy: DummyPredictor, asked: Path | None, as_json: bool) -> None:
+    if asked is not None:
+        raise InputError(
+            f"{plan.path}: its predictor is a dummy, of which there is nothing to measure on "
+            f"{asked}: compile a model with weights and a --calibration"
+        )
+    if as_json:
+        click.echo(json.dumps({"dummy": dummy.as_dict()}, indent=2))
+    else:
+        click.echo(pairs([("predictor", f"DUMMY: {dummy.describe()}")]))
 
 
 def _evaluate(plan: "Plan", predictors: Predictors, on: Path, quiet: bool) -> "Evaluation":

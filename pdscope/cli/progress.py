@@ -74,6 +74,8 @@ class CompileProgress:
         self._bars.advance(self._task, amount)
 
     def finished_pass(self, result: "PassResult") -> None:
-        state = "cached" if result.cached else f"{result.seconds:.1f} s"
+        state = "cached"
+        if not result.cached:
+            state = f"{result.seconds:.1f} s, {result.cpu_seconds:.1f} s of CPU"
         if self._shown and (result.seconds > 0.2 or result.cached):
             self._bars.console.print(f"  {result.name}: {state}", highlight=False)

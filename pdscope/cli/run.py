@@ -107,14 +107,7 @@ def main(
     chat: bool,
     system: str | None,
     as_json: bool,
-    threads: int,
-    isa: str | None,
-    pin: str | None,
-    weights: str | None,
-    cache_prefetch: str | None,
-    predictor: str,
-    learner: str,
-    learner_threshold: float,
+    machine: dict[str, Any],
     trace_file: Path | None,
     verify: bool,
     **options: Any,
@@ -154,14 +147,7 @@ def main(
     begin = time.perf_counter()
     engine = load(
         plan,
-        threads=threads,
-        isa=isa,
-        pin=pin,
-        weights=weights,
-        cache_prefetch=cache_prefetch,
-        predictor=predictor,
-        learner=learner,
-        learner_threshold=learner_threshold,
+        **machine,
         verify=verify,
     )
     load_seconds = time.perf_counter() - begin
@@ -291,6 +277,7 @@ def _print_json(engine: "Engine", completion: "Completion", load_seconds: float)
         "placement": engine.info.placement(),
         "cache_prefetch": engine.cache_prefetch(),
         "predictor": engine.predictor(),
+        "gpu": engine.gpu(),
         "learner": engine.learner(),
     }
     click.echo(json.dumps(report, indent=2, ensure_ascii=False))

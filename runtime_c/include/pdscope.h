@@ -351,6 +351,11 @@ pds_status pds_predict(pds_session *session, const pds_prediction *asked, float 
 /* Time of a part of a step on made-up rows, with the kernels and workers of a step, which are awake. Results of
  * steps do not depend on it, but those in sequences that CONTEXT has extended. */
 pds_status pds_measure(pds_session *session, const pds_measurement *asked, int64_t *out_ns); /* blocking */
+/* From now on what steps predict at a position, of whatever sequence, is this, and not what the predictor says;
+ * behind the last of the tokens the predictor's own again. ids [tokens][layers][k]: for a layer that predicts the
+ * experts of its target, k as many as a layer of this plan chooses at most; the caller keeps them alive. NULL: none.
+ * For tests, and for models whose routing nothing can learn. Results of steps do not depend on it. */
+pds_status pds_session_set_predictions(pds_session *session, const uint16_t *ids, uint32_t tokens);
 void pds_cancel(pds_session *session); /* from any thread: the running step, or else the next one, returns PDS_ERR_CANCELLED */
 pds_status pds_session_get_stats(const pds_session *session, pds_session_stats *out_stats);
 pds_status pds_session_set_tap(pds_session *session, pds_tap_fn fn, void *user); /* NULL: none */

@@ -49,11 +49,12 @@ static int configure(const char *text) {
     mock.initialised = false;
     mock.generation++;
     mock.count = (counters){0};
-    mock.now = 0;
+    mock.now = mock.busy_until = 0;
     mock.next_seq = 0;
     mock.epoch = 0;
     mock.epoch = mock_wall_now();
   }
+  mock_rates_change(mock.now);
   mock_free_settings(&mock.set);
   mock.set = changed;
   mock.settings_bad = false;
@@ -82,14 +83,14 @@ int64_t pds_mock_now(void) {
 
 int64_t pds_mock_host_begin(const char *name, uint32_t n, const uint32_t *tokens) {
   mock_enter_any("pds_mock_host_begin");
-  const int64_t ns = mock.set.wall ? 0 : mock_cost(mock.set.host, name, n, tokens, 0);
-  if (ns > 0) {
-    mock_rate_changes(mock.now);
-    mock.host_busy = true;
-    mock.busy_until = mock.now + ns;
+  const int64_t until =
+      mock_now() + (mock.set.wall ? 0 : mock_cost(mock.set.host, name, n, tokens, 0));
+  if (!mock.set.wall && until > mock.busy_until) {
+    mock_rates_change(mock.now);
+    mock.busy_until = until;
   }
   mock_leave(CUDA_SUCCESS);
-  return mock_now() + ns;
+  return until;
 }
 
 int64_t pds_mock_next(void) {

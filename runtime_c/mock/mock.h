@@ -145,11 +145,10 @@ typedef struct mock_state {
   block *blocks;
   engine engines[DIRECTIONS];
   uint64_t next_seq;
-  int64_t now;    /* virtual clock */
-  bool host_busy; /* virtual clock: what pds_mock_host_begin began lasts */
-  int64_t busy_until;
-  int64_t epoch;    /* wall clock: CLOCK_MONOTONIC at the start */
-  uint32_t threads; /* wall clock: of streams */
+  int64_t now;        /* virtual clock */
+  int64_t busy_until; /* virtual clock: end of what pds_mock_host_begin began */
+  int64_t epoch;      /* wall clock: CLOCK_MONOTONIC at the start */
+  uint32_t threads;   /* wall clock: of streams */
 } mock_state;
 extern mock_state mock;
 
@@ -211,7 +210,7 @@ CUresult mock_wait_all(void); /* for all work in all streams */
 /* --- work.c --- */
 
 int64_t mock_rate_end(const op *copy); /* when a copy under way ends, as things are */
-void mock_rate_changes(int64_t at);    /* call before the host gets busy or idle */
+void mock_rates_change(int64_t at);    /* call before what rates depend on does */
 void mock_start(op *o, int64_t at);    /* begins a piece of work; sets `end` */
 void mock_poison(const op *o);
 void mock_perform(op *o); /* what it does to memory; a kernel runs */

@@ -7,47 +7,52 @@
 
 enum { SECOND = 1000000000 };
 
+/* Rounded up; what exceeds a century counts as one. */
 static int64_t ceil_div(wide a, int64_t b) {
-  return (int64_t)((a + b - 1) / b);
+  const wide quotient = (a + b - 1) / b, most = INT64_MAX / 4;
+  return (int64_t)(quotient < most ? quotient : most);
 }
 
-/* Bytes per second of a copy: before and after the link gets slow. */
-static int64_t rate_of(const op *copy, bool slow) {
+/* Bytes per second of a copy that is under way at a time. */
+static int64_t rate_at(const op *copy, int64_t at) {
   const settings *s = &mock.set;
   int64_t rate = s->rate[copy->kind];
-  if (mock.host_busy && s->rate_busy[copy->kind]) rate = s->rate_busy[copy->kind];
+  if (at < mock.busy_until && s->rate_busy[copy->kind]) rate = s->rate_busy[copy->kind];
   if (copy->pageable && s->pageable) rate = s->pageable;
-  if (slow) rate /= s->slow_link;
+  if (s->slow_link > 1 && at >= s->slow_from) rate /= s->slow_link;
   return rate > 0 ? rate : 1;
 }
 
-static bool slow_at(int64_t at) {
-  return mock.set.slow_link > 1 && at >= mock.set.slow_from;
+/* When rates change next, as far as is known: the host gets idle, or the link slow. */
+static int64_t next_change(int64_t after) {
+  int64_t next = INT64_MAX;
+  if (mock.busy_until > after) next = mock.busy_until;
+  if (mock.set.slow_link > 1 && mock.set.slow_from > after && mock.set.slow_from < next)
+    next = mock.set.slow_from;
+  return next;
 }
 
-/* The time in [since, to) after which the link is slow: `to` if it does not get slow in between. */
-static int64_t turn_within(int64_t since, int64_t to) {
-  if (slow_at(since) || !slow_at(to)) return to;
-  return mock.set.slow_from;
-}
-
+/* Piece by piece between changes of the rate, exactly; only the end is rounded. */
 int64_t mock_rate_end(const op *copy) {
-  int64_t end = copy->since + ceil_div(copy->left, rate_of(copy, slow_at(copy->since)));
-  int64_t turn = turn_within(copy->since, end);
-  if (turn == end) return end;
-  wide left = copy->left - (wide)(turn - copy->since) * rate_of(copy, false);
-  return turn + ceil_div(left, rate_of(copy, true));
+  wide left = copy->left;
+  for (int64_t at = copy->since;;) {
+    const int64_t rate = rate_at(copy, at), change = next_change(at);
+    const int64_t end = at + ceil_div(left, rate);
+    if (end <= change) return end;
+    left -= (wide)(change - at) * rate;
+    at = change;
+  }
 }
 
-void mock_rate_changes(int64_t at) {
+void mock_rates_change(int64_t at) {
   for (int d = 0; d < DIRECTIONS; d++) {
     op *copy = mock.engines[d].current;
-    if (!copy || copy->since >= at) continue;
-    int64_t turn = turn_within(copy->since, at);
-    copy->left -= (wide)(turn - copy->since) * rate_of(copy, slow_at(copy->since));
-    copy->left -= (wide)(at - turn) * rate_of(copy, true); /* nothing where turn is `at` */
-    if (copy->left < 0) copy->left = 0;
-    copy->since = at;
+    while (copy && copy->since < at) {
+      int64_t change = next_change(copy->since);
+      if (change > at) change = at;
+      copy->left -= (wide)(change - copy->since) * rate_at(copy, copy->since);
+      copy->since = change;
+    }
   }
 }
 

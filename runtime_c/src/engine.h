@@ -58,6 +58,8 @@ struct pds_session {
   _Atomic bool cancel; /* asked for by pds_cancel, cleared by the step that obeys */
   pds_tap_fn tap;
   void *tap_user;
+  const uint16_t *predictions; /* pds_session_set_predictions */
+  uint32_t n_predictions;
   pds_trace trace;
   pds_llc_list llc; /* of the running step */
   /* Read by pds_session_get_stats while a step runs. */

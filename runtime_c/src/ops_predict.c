@@ -56,6 +56,22 @@ static const pds_gate *target_of(const pds_step_ctx *ctx, uint32_t layer) {
   return &ctx->plan->layers[ctx->plan->layers[layer].predictor.target].gate;
 }
 
+/* What the caller has set, in place of what was predicted. */
+static void replace_predictions(pds_step_ctx *ctx, uint32_t layer) {
+  const uint32_t k = target_of(ctx, layer)->top_k, stride = ctx->plan->last_top_k;
+  int32_t *id = pds_buf(ctx, PDS_BUF_PREDICT_ID);
+  float *weight = pds_buf(ctx, PDS_BUF_PREDICT_W);
+  for (uint32_t row = 0; row < ctx->rows; row += ctx->predict_step, id += k, weight += k) {
+    const uint32_t at = (uint32_t)ctx->position[row];
+    if (at >= ctx->n_predictions) continue;
+    const uint16_t *said = ctx->predictions + ((size_t)at * ctx->plan->n_layers + layer) * stride;
+    for (uint32_t r = 0; r < k; r++) {
+      id[r] = said[r];
+      weight[r] = 1;
+    }
+  }
+}
+
 /* The target's gate on the rows that predict. */
 static pds_gemm_job cross_gate(pds_step_ctx *ctx, const pds_gate *target) {
   pds_gemm_job job = pds_gate_of(ctx, target, pds_buf(ctx, PDS_BUF_PREDICT));
@@ -70,9 +86,10 @@ void pds_op_predict(pds_step_ctx *ctx, uint32_t layer) {
   if (net) pds_net_previous(ctx, layer);
   pds_op_predict_logits(ctx, layer);
   pds_run_rows(ctx, net ? choose_item : predict_item, &job, pds_predicting(ctx), PDS_FEW_ROWS);
+  if (ctx->n_predictions) replace_predictions(ctx, layer);
 }
 
-void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer) {
+static void gate_and_predict(pds_step_ctx *ctx, uint32_t layer) {
   predict_job job = {
       .ctx = ctx, .gate = &ctx->plan->layers[layer].gate, .target = target_of(ctx, layer)};
   const pds_net *net = pds_net_of(ctx, layer);
@@ -91,6 +108,11 @@ void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer) {
   pds_net_previous(ctx, layer);
   pds_net_rest(ctx, layer, net);
   pds_run_rows(ctx, choose_item, &job, ctx->rows, PDS_FEW_ROWS);
+}
+
+void pds_op_gate_and_predict(pds_step_ctx *ctx, uint32_t layer) {
+  gate_and_predict(ctx, layer);
+  if (ctx->n_predictions) replace_predictions(ctx, layer);
 }
 
 void pds_op_predict_logits(pds_step_ctx *ctx, uint32_t layer) {

@@ -236,6 +236,8 @@ static pds_status run_step(pds_session *session, const pds_batch *batch, pds_log
       engine->gpu ? pds_gpu_predicts(engine->gpu) : pds_llc_begin(&engine->llc, batch->n);
   if (engine->gpu) ctx.predict_step = (batch->n + plan->predict_rows - 1) / plan->predict_rows;
   if (ctx.predicts) ctx.nets = atomic_load_explicit(&engine->nets, memory_order_acquire);
+  ctx.predictions = session->predictions;
+  ctx.n_predictions = session->n_predictions;
   ctx.learn = atomic_load_explicit(&engine->learn, memory_order_acquire);
   if (ctx.predicts || ctx.learn) ctx.net_phase = net_phase_of(batch);
   pds_learn_begin(&ctx);
@@ -311,6 +313,34 @@ pds_status pds_session_set_tap(pds_session *session, pds_tap_fn fn, void *user) 
   session->tap = fn;
   session->tap_user = user;
   return leave(session, PDS_OK);
+}
+
+static pds_status check_predictions(const pds_plan *plan, const uint16_t *ids, uint32_t tokens) {
+  if (!plan->last_top_k)
+    return pds_fail(PDS_ERR_ARGUMENT,
+                    "predictions: the plan predicts nothing; compile it with cache prefetch");
+  for (uint32_t t = 0; t < tokens; t++)
+    for (uint32_t layer = 0; layer < plan->n_layers; layer++, ids += plan->last_top_k) {
+      const pds_predictor *p = &plan->layers[layer].predictor;
+      if (p->kind == PDS_PREDICT_NONE) continue;
+      const pds_gate *target = &plan->layers[p->target].gate;
+      for (uint32_t r = 0; r < target->top_k; r++)
+        if (ids[r] >= target->experts)
+          return pds_fail(PDS_ERR_ARGUMENT,
+                          "predictions: position %u, layer %u: expert %u, expected 0 to %u", t,
+                          layer, ids[r], target->experts - 1);
+    }
+  return PDS_OK;
+}
+
+pds_status pds_session_set_predictions(pds_session *session, const uint16_t *ids, uint32_t tokens) {
+  PDS_RETURN_IF_ERROR(enter(session));
+  pds_status status = ids ? check_predictions(session->engine->plan, ids, tokens) : PDS_OK;
+  if (status == PDS_OK) {
+    session->predictions = ids;
+    session->n_predictions = ids ? tokens : 0;
+  }
+  return leave(session, status);
 }
 
 pds_status pds_session_trace_start(pds_session *session, pds_trace_record *buffer,

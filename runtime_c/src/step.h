@@ -48,7 +48,9 @@ typedef struct pds_step_ctx {
   uint32_t net_phase;              /* PDS_NET_PREFILL or PDS_NET_DECODE */
   unsigned char *last;             /* [seqs][pds_last_bytes]; NULL: nothing is remembered */
   const uint32_t *length;          /* tokens of each sequence before the step */
-  struct pds_learn *learn;         /* learn.h; NULL: nothing is kept */
+  const uint16_t *predictions; /* [n_predictions][n_layers][last_top_k] in place of predictors' */
+  uint32_t n_predictions;
+  struct pds_learn *learn; /* learn.h; NULL: nothing is kept */
 } pds_step_ctx;
 
 static inline void *pds_buf(const pds_step_ctx *ctx, pds_buffer b) {

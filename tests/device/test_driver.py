@@ -1,8 +1,8 @@
 """The real CUDA driver, held to what the mock driver's suite asks of any.
 
-Holds of the issue "The GPU runtime": "the mock driver's suite passes on the real one". The cases are
-those of support/driver_cases.py; skipped where there is no driver or no GPU. PDSCOPE_CUDA_DRIVER
-names another library than libcuda.so.1.
+Holds of the issue "The GPU runtime": "the mock driver's suite passes on the real one". The cases
+are those of support/driver_cases.py; skipped where there is no driver or no GPU. The library is
+that of PDSCOPE_CUDA_DRIVER, or libcuda.so.1.
 """
 
 from collections.abc import Iterator

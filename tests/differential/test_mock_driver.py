@@ -189,6 +189,22 @@ def test_a_wait_jumps_to_the_end(gpu: Driver) -> None:
     assert gpu.ok.cuEventElapsedTime(second, first) == np.float32(0.0005)
 
 
+def test_all_of_one_instant_has_happened(gpu: Driver) -> None:
+    """Work that ends when the awaited does is complete too, and kernels that end at one instant have
+    their effects in the order of submission."""
+    gpu.configure("kernel.append.base=100")
+    a, b, to = gpu.stream(), gpu.stream(), gpu.alloc(4)
+    gpu.ok.cuMemsetD8Async(to, 0, 16, a)
+    gpu.ok.cuStreamSynchronize(a)
+    for stream, value in ((a, 7), (b, 8)):
+        assert gpu.launch("append", stream, to, value) == "CUDA_SUCCESS"
+    second = mark(gpu, b)
+    gpu.ok.cuStreamSynchronize(a)
+    gpu.ok.cuEventQuery(second)
+    gpu.ok.cuStreamQuery(b)
+    assert gpu.read(to, 3) == [2, 7, 8]
+
+
 def test_one_engine_a_direction(gpu: Driver) -> None:
     """Copies of a direction come after each other, those of the other run beside them."""
     streams = [gpu.stream() for _ in range(4)]
@@ -210,6 +226,19 @@ def test_the_copy_that_was_ready_first_goes_first(gpu: Driver) -> None:
     early = copy(gpu, b, 10)
     gpu.pds_mock_advance(1000)
     assert [when(gpu, e) for e in (running, early, late)] == [100, 110, 120]
+
+
+def test_copies_that_are_ready_at_one_instant_go_in_order_of_submission(gpu: Driver) -> None:
+    """Also where other work of that instant comes between."""
+    gpu.configure("kernel.mix.base=50")
+    a, b, to = gpu.stream(), gpu.stream(), gpu.alloc(1)
+    assert gpu.launch("mix", a, to) == "CUDA_SUCCESS"
+    assert gpu.launch("mix", b, to) == "CUDA_SUCCESS"
+    mark(gpu, b)
+    first = copy(gpu, b, 10)
+    second = copy(gpu, a, 10)
+    gpu.pds_mock_advance(1000)
+    assert (when(gpu, first), when(gpu, second)) == (60, 70)
 
 
 def test_latency_and_start(gpu: Driver) -> None:
@@ -252,6 +281,17 @@ def test_the_link_is_slower_while_the_host_works(gpu: Driver) -> None:
     assert when(gpu, event) == 138
     host_work(gpu, b"unknown", 0, NULL)
     assert gpu.pds_mock_now() == 138
+
+
+def test_a_host_may_wait_while_it_counts_as_working(gpu: Driver) -> None:
+    """The rate changes at the end of the work, however time gets there, and pds_mock_next knows."""
+    gpu.configure("h2d=4GB/s; h2d_busy=1GB/s; host.experts.base=50")
+    stream = gpu.stream()
+    event = copy(gpu, stream, 90)
+    assert gpu.pds_mock_host_begin(b"experts", 0, NULL) == 50
+    assert (gpu.pds_mock_now(), gpu.pds_mock_next()) == (0, 50 + 10)
+    gpu.ok.cuStreamSynchronize(stream)
+    assert when(gpu, event) == gpu.pds_mock_now() == 60
 
 
 def test_kernels_take_what_their_costs_say(gpu: Driver) -> None:
@@ -351,6 +391,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("stream"), STREAMS),
     st.tuples(st.just("event"), STREAMS),
     st.tuples(st.just("work"), st.integers(1, 400)),
+    st.tuples(st.just("begin"), st.integers(1, 400)),
     st.tuples(st.just("advance"), SMALL),
     st.tuples(st.just("query"), STREAMS),
 )
@@ -458,10 +499,13 @@ def test_times_equal_those_of_a_model(
         elif name == "event":
             gpu.ok.cuEventSynchronize(events[args[0]])
             until(records[args[0]])
-        elif name == "work":
-            host_work(gpu, b"work", 1, ffi().new("uint32_t[]", [args[0]]))
-            model.host_busy.append((now, now + args[0]))
-            now += args[0]
+        elif name in ("work", "begin"):
+            until_ns = gpu.pds_mock_host_begin(b"work", 1, ffi().new("uint32_t[]", [args[0]]))
+            assert until_ns == now + args[0]
+            model.host_busy.append((now, until_ns))
+            if name == "work":
+                gpu.pds_mock_advance(until_ns)
+                now = until_ns
         elif name == "advance":
             gpu.pds_mock_advance(now + args[0])
             now += args[0]

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from support import cc
 from support.operators import Model, Step, ffi
 from support.packing import aligned, bf16_bits, bf16_value, pack
+from support.predictors import reference
 
-from pdscope.compiler.phaseper.nets import BLOCKS, NetShape, reference
+from pdscope.compiler.phaseper.nets import BLOCKS, NetShape
 
 PATHS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 BITS = {"routed": 1, "previous": 2, "previous_next": 4}

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from support.assets import BUNDLED
 from support.commands import run_here
 from support.damage import edit_plan
-from support.traces import MemoryStore, MemoryTrace, softmax_attrs
+from support.traces import MemoryStore, MemoryTrace
 
 import pdscope
 from pdscope.compiler.driver import compile_model
@@ -81,6 +81,9 @@ def test_the_plan_holds_predictors(compiled: Compiled) -> None:
     names = {f"phaseper/layer{n:03d}.safetensors" for n in range(5)}
     assert names | {"phaseper.json", "report.html", "phaseper/traces.json"} <= plan.files.keys()
     assert run_here("pdscope-inspect", compiled.plan, "--verify").status == 0
+    counted = plan.memory_table()["predictors"]
+    with pdscope.load(plan) as engine:
+        assert engine.info.net_bytes == counted["total_bytes"] > 0
     (line,) = [x for x in compiled.said.out.splitlines() if x.startswith("predictors ")]
     assert "hit rate" in line and "trained in" in line and "middle" in line
     report = (compiled.plan / "report.html").read_text()
@@ -114,7 +117,7 @@ def model_gates() -> dict[int, Gate]:
     with safe_open(MODEL / "model.safetensors", "pt") as file:
         name = "model.layers.{}.block_sparse_moe.gate.weight"
         weights = {n: file.get_tensor(name.format(n)).float().numpy() for n in range(6)}
-    attrs = softmax_attrs(EXPERTS, TOP_K)
+    attrs = GateAttrs.softmax(EXPERTS, TOP_K)
     return {n: Gate(attrs, weight, None) for n, weight in weights.items()}
 
 
@@ -231,7 +234,7 @@ def refresh(plan: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("attrs", "biased"),
     [
-        (softmax_attrs(8, 2), False),
+        (GateAttrs.softmax(8, 2), False),
         (GateAttrs(8, 2, "sigmoid", True, 0.0, 1.0, 4, 2, "top2", 0.0), True),
         (GateAttrs(8, 2, "softmax", True, 0.0, 1.0, 4, 2, "max", -np.inf), False),
     ],
@@ -283,7 +286,7 @@ def test_faults_of_options_come_before_the_weights(compiled: Compiled, tmp_path:
         compile_model(MODEL, tmp_path / "p", after_pass=lambda r: seen.append(r.name), **options)
 
     text = {"calibration": compiled.chats}
-    with pytest.raises(BudgetError, match="a predictor of 500 bytes a layer and phase: the small"):
+    with pytest.raises(BudgetError, match="500 bytes a layer .* raise --predictor-budget"):
         compiles(predictor_budget=1000, **text)
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="predictor_device: cuda is wanted, but this machine"):

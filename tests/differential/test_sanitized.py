@@ -15,6 +15,7 @@ from support.assets import ROOT
 TESTS = (
     "tests/unit/test_engine_runtime.py",
     "tests/differential/test_consistency.py",
+    "tests/differential/test_measure.py",
     "tests/differential/test_predictors.py",
 )
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g"

@@ -1,8 +1,8 @@
 """Layers of real models on real machines, at random: what decisions are judged on.
 
 Costs are derived from the paper's tables (an expert over the link with AsyncIO: table 3; one token
-on a CPU and on a GPU: table 2) and, for the H200, from measurements: 51 GB/s over the link, 105 GB/s
-of memory beside it, 13 TFLOP/s of AMX. Many tokens are counted at the rate of the matrix units.
+on a CPU and on a GPU: table 2) and, for the H200, from measurements: 51 GB/s over the link, 105
+GB/s of memory beside it, 13 TFLOP/s of AMX. Many tokens are counted at the matrix units' rate.
 May import pdscope.compiler and support.decisions.
 """
 

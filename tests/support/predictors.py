@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from pdscope.compiler.phaseper.nets import BLOCKS, NetShape
 from pdscope.compiler.phaseper.predictor_file import layer_bytes, layer_file
@@ -15,6 +16,24 @@ from pdscope.compiler.phaseper.rivals import Tables
 from pdscope.plan import Plan
 
 Tensors = dict[str, torch.Tensor]
+
+
+def reference(
+    shape: NetShape, tensors: dict[str, torch.Tensor], a: torch.Tensor, features: torch.Tensor
+) -> torch.Tensor:
+    """A net in torch, from its file's tensors, all in fp32: what the runtime is checked against.
+
+    a: [rows, hidden]; features: [rows, blocks * experts], w_r or 1 where a row is set. Gives
+    [rows, experts].
+    """
+    t = {name: tensor.float() for name, tensor in tensors.items()}
+    a, features = a.float(), features.float()
+    u = a @ t["in.weight"].T + t["in.bias"] + features @ t["features.weight"]
+    h = functional.silu(u[:, : shape.width])
+    if shape.deep:
+        gate = torch.sigmoid(a @ t["gate.weight"].T + t["gate.bias"])
+        h = h + gate * functional.silu(h @ t["block.weight"].T + t["block.bias"])
+    return u[:, shape.width :] + h @ t["out.weight"].T
 
 
 def random_net(shape: NetShape, rng: np.random.Generator) -> Tensors:

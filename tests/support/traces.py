@@ -17,21 +17,6 @@ if TYPE_CHECKING:
     from pdscope.observe import TapEvent
 
 
-def softmax_attrs(experts: int, top_k: int) -> GateAttrs:
-    return GateAttrs(
-        experts=experts,
-        top_k=top_k,
-        score="softmax",
-        normalise=True,
-        norm_eps=0.0,
-        scaling=1.0,
-        groups=1,
-        top_groups=1,
-        group_score="none",
-        masked_score=0.0,
-    )
-
-
 @dataclass(frozen=True)
 class MemoryTrace:
     a: NDArray[np.uint16]
@@ -78,7 +63,7 @@ class PlantedStore(MemoryStore):
         validation: float = 0.2,
     ) -> None:
         rng = np.random.default_rng(0)
-        attrs = softmax_attrs(experts, top_k)
+        attrs = GateAttrs.softmax(experts, top_k)
         numbers = [2 * i + 1 for i in range(layers)]  # dense layers between them
         self.gates = {
             layer: Gate(attrs, rng.standard_normal((experts, hidden)).astype(np.float32), None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.model_keys import DEEPSEEK, MIXTRAL, QWEN3
 
@@ -21,6 +21,7 @@ from pdscope.compiler.costs import bar_of, choose_knots, expert_bytes, expert_fl
 from pdscope.costs import (
     KNOTS,
     MAX_NS,
+    MAX_TOKENS,
     Bar,
     Costs,
     CostTable,
@@ -88,6 +89,18 @@ def test_curves_ascend_and_meet_their_knots(curve: Curve, tokens: int) -> None:
     if len(curve.tokens) > 1:
         rise = max(b - a for a, b in zip(curve.ns, curve.ns[1:], strict=False))
         assert rise * (1 << 22) < 1 << 63
+
+
+@settings(deadline=None)
+@given(curves, st.lists(st.integers(0, MAX_TOKENS - 1), min_size=1))
+def test_c_computes_the_same(curve: Curve, asked: list[int]) -> None:
+    """pds_cost_at, for any curve that can be made, at its knots and anywhere."""
+    c = pytest.importorskip("support.decisions").in_c()
+    given_c = c.ffi.new("pds_cost_curve *", {"n": len(curve.tokens)})
+    given_c.tokens[0 : len(curve.tokens)] = curve.tokens
+    given_c.ns[0 : len(curve.ns)] = curve.ns
+    for tokens in (*asked, *curve.tokens, *(t + 1 for t in curve.tokens)):
+        assert c.lib.pds_cost_at(given_c, tokens) == curve.at(tokens)
 
 
 @pytest.mark.parametrize(

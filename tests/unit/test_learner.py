@@ -15,10 +15,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.predictors import reference
 from torch.nn import functional
 
 from pdscope import learner as learner_module
-from pdscope.compiler.phaseper.nets import BLOCKS, NetShape, reference
+from pdscope.compiler.phaseper.nets import BLOCKS, NetShape
 from pdscope.errors import PdscopeError
 from pdscope.learner import KEPT, Key, Learner
 from pdscope.learner_nets import Rows, Trained, error, loss

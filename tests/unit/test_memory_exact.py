@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 from support.assets import BUNDLED
 from support.plans import PlanStore
+from support.predictors import with_predictors
 from support.published_configs import PUBLISHED, cut_down
+
+from pdscope.compiler.passes.lower import Lower
+from pdscope.compiler.passes.plan_memory import predictor_table
+from pdscope.ir.graph_text import parse_graph
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="LD_PRELOAD")
 
@@ -80,10 +85,11 @@ def check(plan: Path, counter: Path, threads: int, weights: str = "mmap") -> Non
     session = table["session"]["total_bytes"]
     row = table["weight_mappings"][weights]
     maps = {"anonymous": 0, "file": 0, row["kind"]: row["bytes"]}
+    nets = table.get("predictors", {"total_bytes": 0})["total_bytes"]
     seen = observe(plan, counter, threads, weights)
     assert seen["start"]["anon_bytes"] == seen["start"]["file_bytes"] == 0
     loaded = seen["loaded"]
-    assert loaded["anon_bytes"] == engine + session + maps["anonymous"]
+    assert loaded["anon_bytes"] == engine + session + maps["anonymous"] + nets
     assert loaded["file_bytes"] == maps["file"]
     assert loaded["file_maps"] == (row["count"] if row["kind"] == "file" else 0)
     assert table["weight_bytes"] == sum(f.stat().st_size for f in (plan / "weights").iterdir())
@@ -103,6 +109,32 @@ def test_demo_model(
     plans: PlanStore, counter: Path, dtype: str, threads: int, weights: str
 ) -> None:
     check(plans.compile(BUNDLED / "tiny-mixtral", dtype=dtype), counter, threads, weights)
+
+
+@pytest.mark.parametrize("width", [16, 200])
+@pytest.mark.parametrize("name", ["phaseper", "cross_gate", "all"])
+def test_predictors(plans: PlanStore, counter: Path, tmp_path: Path, name: str, width: int) -> None:
+    """Nets, shallow and deep, and each rival."""
+    kinds = ("phaseper", "previous", "frequency", "transition", "cross_gate")
+
+    def chosen(layer: int, phase: str) -> str:
+        return kinds[(layer + (phase == "decode")) % len(kinds)] if name == "all" else name
+
+    plan = with_predictors(
+        plans.compile(BUNDLED / "tiny-mixtral"), tmp_path / "plan", chosen, width=width
+    )
+    data = json.loads((plan / "plan.json").read_text(encoding="utf-8"))
+    model = Lower(data["dtype"], data["max_context"], data["predictor"]).run(
+        parse_graph((plan / "graph.txt").read_text(encoding="utf-8"))
+    )
+    predictors = json.loads((plan / "phaseper.json").read_text(encoding="utf-8"))
+    table = json.loads((plan / "memory.json").read_text(encoding="utf-8"))
+    table["predictors"] = predictor_table(model, predictors)
+    assert bool(table["predictors"]["nets"]) == (name != "cross_gate")
+    # As long as plan.json says it is.
+    text = json.dumps(table).ljust(data["files"]["memory.json"]["bytes"])
+    (plan / "memory.json").write_text(text, encoding="utf-8")
+    check(plan, counter, 2)
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.traces import PlantedStore, softmax_attrs
+from support.traces import PlantedStore
 
 from pdscope.compiler.phaseper import calibrate, groups, metrics, rivals
 from pdscope.compiler.phaseper.store import Gate
+from pdscope.ir.graph import GateAttrs
 
 
 def test_hits_by_hand() -> None:
@@ -114,7 +115,7 @@ def test_choice_of_every_family() -> None:
     logits = torch.tensor([[2.0, -1.0, 1.5, 1.4]])
 
     def choice(bias: list[float] | None = None, **changes: Any) -> Any:
-        attrs = replace(softmax_attrs(4, 2), **changes)
+        attrs = replace(GateAttrs.softmax(4, 2), **changes)
         weight = np.zeros((4, 1), np.float32)
         gate = Gate(attrs, weight, None if bias is None else np.array(bias, np.float32))
         return rivals.choice_scores(gate, logits).numpy()

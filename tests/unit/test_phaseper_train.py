@@ -7,6 +7,9 @@ a free heuristic must not ship"; "All layers train in one batched job (they are 
 
 import json
 import math
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,14 +206,14 @@ def test_size_budget() -> None:
         assert nets.NetShape(2048, 128, width, deep, blocks).bytes() <= 2_100_000
         assert nets.NetShape(2048, 128, width + 16, deep, blocks).bytes() > 2_100_000
         assert width >= 128
-    with pytest.raises(BudgetError, match="raise the size budget"):
+    with pytest.raises(BudgetError, match="raise --predictor-budget"):
         train.fitting_width(2048, 128, blocks, False, 10_000, 1024)
 
 
 def run_pass(folder: Path, store: PlantedStore) -> Workspace:
     workspace = Workspace(folder)
     options = replace(QUICK, rows=20_000, search_rows=(2_000,))
-    step = TrainPhasePer(lambda: store, "key", lambda: store.gates, options, "cpu")
+    step = TrainPhasePer(lambda: store, "key", lambda: store.gates, options, "", "cpu")
     PassManager(workspace, "code").run(step)
     return workspace
 
@@ -252,3 +255,58 @@ def test_distillation_does_not_learn_a_common_shift() -> None:
     torch.autograd.backward(losses.distill(logits, soft, 2).sum())
     assert logits.grad is not None and logits.grad.abs().max() > 0.1
     assert logits.grad.sum(-1) == pytest.approx(torch.zeros(1, 5), abs=1e-5)
+
+
+KILLED = """
+import os, pathlib, signal, sys
+sys.path.insert(0, sys.argv[1])
+from support.traces import PlantedStore
+from pdscope.compiler.phaseper import build, checkpoints, train
+
+class Often(checkpoints.Checkpoints):
+    def __init__(self, folder, key):
+        super().__init__(folder, key, 0.0)
+
+build.Checkpoints = Often
+options = train.TrainOptions(
+    width=32, batch=128, rows=20_000, search_rows=(2_000, 4_000), learning_rate=1e-2
+)
+seen, rows = 0, int(sys.argv[3])
+def advance(count):
+    global seen
+    seen += count
+    if seen >= rows:
+        os.kill(os.getpid(), signal.SIGKILL)
+store = PlantedStore()
+where = pathlib.Path(sys.argv[2]), "key"
+build.build_predictors(store, store.gates, options, "cpu", 1, advance=advance, saved=where)
+"""
+
+
+def test_a_killed_training_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
+    """Holds: "killing and restarting any pass loses at most one chunk": of training, the step that
+    was not saved yet, here of 128 rows."""
+    store = PlantedStore()
+    whole = build_predictors(store, store.gates, QUICK, "cpu", 2)
+    states, support = tmp_path / "states", Path(__file__).resolve().parents[1]
+    for killed_at in (3_000, 110_000):  # rows of all nets, those of earlier runs included
+        command = [sys.executable, "-c", KILLED, str(support), str(states), str(killed_at)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    calls: list[int] = []
+    found = build_predictors(
+        store, store.gates, QUICK, "cpu", 1, advance=calls.append, saved=(states, "key")
+    )
+    assert found == whole
+    fresh: list[int] = []
+    build_predictors(store, store.gates, QUICK, "cpu", 1, advance=fresh.append)
+    assert sum(calls) == sum(fresh)  # what was saved counts as done
+    most = 128 * 4 * 3  # rows of one step of one stack
+    trained = sum(n for n in calls if n <= most)
+    assert trained <= sum(fresh) - 110_000 + most
+    # Another key's states are not used.
+    other: list[int] = []
+    build_predictors(
+        store, store.gates, QUICK, "cpu", 1, advance=other.append, saved=(states, "other")
+    )
+    assert other == fresh

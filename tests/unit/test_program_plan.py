@@ -179,4 +179,4 @@ def test_the_queue_is_named(queue: Queue) -> None:
     p = one(PROLOGUE)
     p = replace(p, instrs=(replace(p.instrs[0], queue=queue),))
     message = verify([p, one(EPILOGUE)], [], 1)
-    assert message.startswith(f"prologue.decode: @0: queue {queue.text} needs a GPU plan")
+    assert message.startswith(f"prologue.decode: @0: queue {queue.text} needs a GPU")
