@@ -93,9 +93,9 @@ def set_schedule(handle: EngineHandle, plan: Plan, policy: str | None) -> str:
     if name not in known:
         raise InputError(f"policy is {name!r}, expected one of {', '.join(known)}")
     costs = c.new("pds_costs *")
-    _fill(costs, _costs(plan))
-    popularity = _popularity(plan)
-    hits = _hits(plan)
+    _fill(costs, decision_costs(plan))
+    popularity = popularity_of(plan)
+    hits = hit_rates(plan)
     text = c.new("char[]", name.encode())
     schedule = c.new(
         "pds_schedule *",
@@ -118,7 +118,8 @@ def ledger(handle: EngineHandle, layers: int) -> list[dict[str, int]]:
     return [{name: int(getattr(one, name)) for name in fields} for one in found]
 
 
-def _costs(plan: Plan) -> Costs:
+def decision_costs(plan: Plan) -> Costs:
+    """What its decisions are made of. Raises PlanError for a plan whose costs know no GPU."""
     if COSTS not in plan.files:
         raise PlanError(f"{plan.path}: no {COSTS}, which a plan with a GPU needs: recompile it")
     table = CostTable.parse(plan.read_text(COSTS), str(plan.path / COSTS))
@@ -141,7 +142,7 @@ def _fill(out: Any, costs: Costs) -> None:
             curve.tokens[k], curve.ns[k] = tokens, ns
 
 
-def _popularity(plan: Plan) -> Any:
+def popularity_of(plan: Plan) -> Any:
     """uint32 [layers, experts]: of a million tokens, how many activate each expert."""
     out = np.zeros((plan.model["layers"], max(1, plan.model["experts"])), np.uint32)
     try:
@@ -154,7 +155,7 @@ def _popularity(plan: Plan) -> Any:
     return out
 
 
-def _hits(plan: Plan) -> Any:
+def hit_rates(plan: Plan) -> Any:
     """uint32 [layers, phases]: hit rate of predictions for the layer, in 1/65536; a half where
     phaseper.json says nothing."""
     out = np.full((plan.model["layers"], len(PHASES)), Q16 // 2, np.uint32)

@@ -299,10 +299,14 @@ typedef struct pds_tap_event {
   uint8_t arg;
   uint32_t rows;
   uint32_t cols;         /* of data; hidden rows are padded with zeros to a multiple of 32 */
-  const float *data;     /* norm, attention, mlp, combine, embed: the residual or normed rows [rows, cols]; gate: routing weights [rows, top_k] */
-  const int32_t *ids;    /* gate: expert ids [rows, top_k]; else NULL */
+  const float *data;     /* norm, attention, mlp, combine, embed: the residual or normed rows [rows, cols]; gate: routing weights [rows, top_k]; predict:
+                          * how sure it is of each expert, [rows that predict, top_k] */
+  const int32_t *ids;    /* gate: expert ids [rows, top_k]; predict: those of the next layer; else NULL */
   const int32_t *predicted; /* gate that predicts: experts of the next layer [rows, predicted_cols]; else NULL */
   uint32_t predicted_cols;
+  uint32_t n_logits;       /* rows of the step that want logits */
+  const int32_t *position; /* of the step's rows, */
+  const int32_t *seq;      /* and their sequences: embed; else NULL */
 } pds_tap_event;
 typedef void (*pds_tap_fn)(void *user, const pds_tap_event *event);
 

@@ -152,9 +152,12 @@ static pds_status tap(const exec *e, const pds_instr *in, uint32_t index) {
                          .instr = (uint16_t)index,
                          .opcode = in->opcode,
                          .arg = in->arg,
-                         .rows = ctx->rows};
+                         .rows = ctx->rows,
+                         .n_logits = ctx->n_logits};
   switch (in->opcode) {
   case PDS_OP_EMBED:
+    event.position = ctx->position;
+    event.seq = ctx->seq; /* fall through */
   case PDS_OP_ATTENTION:
   case PDS_OP_MLP:
   case PDS_OP_COMBINE:
@@ -179,6 +182,13 @@ static pds_status tap(const exec *e, const pds_instr *in, uint32_t index) {
       event.predicted = pds_buf(ctx, PDS_BUF_PREDICT_ID);
       event.predicted_cols = ctx->plan->layers[p->target].gate.top_k;
     }
+    break;
+  case PDS_OP_PREDICT:
+    if (!ctx->predicts) break;
+    event.data = pds_buf(ctx, PDS_BUF_PREDICT_W);
+    event.ids = pds_buf(ctx, PDS_BUF_PREDICT_ID);
+    event.cols = ctx->plan->layers[ctx->plan->layers[e->program->layer].predictor.target].gate.top_k;
+    event.rows = pds_predicting(ctx);
     break;
   case PDS_OP_LM_HEAD:
     event.data = pds_buf(ctx, PDS_BUF_LOGITS);
