@@ -51,6 +51,7 @@ static bool wait_for_turn(CUstream stream) {
       pthread_cond_wait(&mock.changed, &mock.lock);
     if (o->awaited->done && o->ready < o->awaited->end) o->ready = o->awaited->end;
   }
+  while (o->never && mock.lost == CUDA_SUCCESS) pthread_cond_wait(&mock.changed, &mock.lock);
   if (is_copy(o)) {
     stream->in_line = true;
     while ((mock.engines[o->kind].current || !first_in_line(o)) && mock.lost == CUDA_SUCCESS)
@@ -69,9 +70,11 @@ static void do_head(CUstream stream) {
   if (e && e->used && at < e->free_at) at = e->free_at;
   mock_start(o, at);
   if (o->kind != OP_WAIT && o->kind != OP_RECORD) {
+    mock.at_work++;
     pthread_mutex_unlock(&mock.lock);
     mock_perform(o);
     pthread_mutex_lock(&mock.lock);
+    if (--mock.at_work == 0) pthread_cond_broadcast(&mock.changed);
     const int64_t performed = mock_wall_now();
     if (o->end < performed) o->end = performed; /* it took longer than the settings say */
   }
@@ -123,7 +126,5 @@ bool mock_wall_thread(CUstream stream) {
 
 CUresult mock_wall_wait(op *o) {
   while (!o->done && mock.lost == CUDA_SUCCESS) pthread_cond_wait(&mock.changed, &mock.lock);
-  if (mock.lost != CUDA_SUCCESS)
-    return mock_error(mock.lost, "the context is lost: %s", mock.lost_why);
-  return CUDA_SUCCESS;
+  return mock_if_lost();
 }

@@ -98,7 +98,7 @@ void pds_session_destroy(pds_session *session) {
   if (!session) return;
   pds_engine *engine = session->engine;
   close_on_gpu(session);
-  pds_unmap(session, session->bytes);
+  if (!(engine->gpu && engine->gpu->stopped)) pds_unmap(session, session->bytes);
   pds_engine_release(engine);
 }
 
