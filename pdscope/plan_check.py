@@ -178,20 +178,12 @@ def _expected(
     }
 
 
-<<<<<<< HEAD
 def _memory_table(plan: Plan, model: LoweredModel, table: dict[str, Any]) -> Iterator[str]:
-    if PREDICTORS in plan.files and DummyPredictor.of(plan) is None:
-        Predictors.open(plan)  # what is damaged is said there
-        table["predictors"] = predictor_table(model, json.loads(plan.read_text(PREDICTORS)))
-=======
-def _memory_table(plan: Plan, model: LoweredModel, memory: MemoryPlan) -> Iterator[str]:
-    table = memory.table()
     if "predictors" in plan.memory_table():
         try:
             table["predictors"] = predictor_table(model, json.loads(plan.read_text(PREDICTORS)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{PREDICTORS}: no predictors are there ({error}): {_EDITED}") from None
->>>>>>> phaseper
     said, found = flatten(plan.memory_table()), flatten(table)
     off = [n for n in sorted(said.keys() | found.keys()) if said.get(n) != found.get(n)]
     if off:
