@@ -108,16 +108,18 @@ typedef struct pds_gpu_policy {
   pds_costs costs;
   uint32_t *popularity; /* [layers][experts] */
   uint32_t *hit_q16;  /* [layers][3]: of prefetches for the layer, by phase; follows what happens */
+  uint32_t *sure_q16; /* [layers][3]: pds_schedule.sure_q16 */
   pds_ledger *ledger; /* [layers] */
   uint32_t *paused;   /* [layers]: decisions without prefetching that are left */
   pds_due *cur, *res, *next;
   pds_load *on, *pre;
   /* The link as decisions see it: what is queued, and how long each takes; never asked of the driver. */
-  int64_t free_at;        /* from the last decision: when the link has moved all on-demand loads */
-  int64_t elapsed;        /* what this layer and the next attention are expected to take */
-  uint32_t ahead;         /* prefetches behind them */
-  uint16_t *ahead_expert; /* [ring], in order */
-  uint32_t now;           /* steps */
+  int64_t free_at; /* from the last decision: when the link has moved all on-demand loads */
+  int64_t elapsed; /* what this layer and the next attention are expected to take */
+  uint64_t draft[PDS_MAX_EXPERTS / 64]; /* experts that the next layer is expected to activate */
+  uint32_t ahead;                       /* prefetches behind them */
+  uint16_t *ahead_expert;               /* [ring], in order */
+  uint32_t now;                         /* steps */
 } pds_gpu_policy;
 
 struct pds_gpu {
