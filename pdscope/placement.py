@@ -175,6 +175,8 @@ def draft_thresholds(plan: Plan) -> Any:
     def threshold(entry: dict[str, Any]) -> float:
         if entry["chosen"] != "phaseper":
             return 0.0
+        if entry["hot"] >= 1:
+            return Q16 + 1.0  # it is never that sure
         logit: float = math.log(entry["hot"] / (1 - entry["hot"])) * entry["temperature"]
         return Q16 / (1 + math.exp(-logit))
 
