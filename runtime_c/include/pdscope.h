@@ -217,7 +217,8 @@ typedef struct pds_costs {
 typedef struct pds_schedule {
   const char *policy;         /* "adaptsched", ...; NULL: that one */
   const pds_costs *costs;
-  const uint32_t *popularity; /* [layers, experts of the layer that has most]; NULL: all alike */
+  const uint32_t *popularity; /* [layers, experts of the layer that has most]: share of tokens that activate each,
+                               * in 1/65536; NULL: all alike */
   const uint32_t *hit_q16;    /* [layers, 3]: hit rate of predictions for the layer, in decode, batch and
                                * prefill, in 1/65536; NULL: not known */
   const uint32_t *sure_q16;   /* [layers, 3]: how sure its predictor must be of an expert for a draft to name it;
