@@ -332,8 +332,8 @@ def _reasons(e: Explanation) -> list[str]:
     one = given.cur[-1] if given.cur else Due(0, 1)
     lines = [
         f"an expert over the link {_ms(given.io_expert)} (+ {_ms(given.io_start)} to start it), "
-        f"the hottest one on the CPU {_ms(given.cpu(one))}, on the GPU {_ms(given.gpu(one))}; the next "
-        f"attention {_ms(given.attention_ns)}",
+        f"the hottest one on the CPU {_ms(given.cpu(one))}, on the GPU {_ms(given.gpu(one))}; the "
+        f"next attention {_ms(given.attention_ns)}",
     ]
     if why.mode is not Mode.NONE:
         lines.append(_MODES[why.mode] + (f" (balance at {why.n_c})" if why.n_c else ""))
