@@ -180,8 +180,6 @@ def _worth(policy: Policy, slot: Cached, layer: int, n_layers: int, age: int) ->
     match policy:
         case Policy.ADAPTSCHED | Policy.HYBRIMOE:
             return left_of(policy, slot.score, age)
-        case Policy.PAPER:
-            return slot.popularity
         case Policy.FATE:  # shallow layers are predicted worst, and keep their experts longest
             return n_layers - slot.layer
         case Policy.APEX:  # recently used, often used, soon used: each in 1/65536

@@ -37,7 +37,6 @@ static uint32_t worth(uint32_t policy, const pds_cached *slot, uint32_t layer, u
   switch (policy) {
   case PDS_POLICY_ADAPTSCHED:
   case PDS_POLICY_HYBRIMOE: return left_of(policy, slot->score, age);
-  case PDS_POLICY_PAPER: return slot->popularity;
   case PDS_POLICY_FATE: /* shallow layers are predicted worst, and keep their experts longest */
     return n_layers - (uint32_t)slot->layer;
   case PDS_POLICY_APEX: return apex_worth(slot, layer, n_layers, age);
