@@ -143,13 +143,13 @@ def _fill(out: Any, costs: Costs) -> None:
 
 
 def popularity_of(plan: Plan) -> Any:
-    """uint32 [layers, experts]: of a million tokens, how many activate each expert."""
+    """uint32 [layers, experts]: share of tokens that activate each expert, in 1/65536."""
     out = np.zeros((plan.model["layers"], max(1, plan.model["experts"])), np.uint32)
     try:
         record = json.loads(plan.read_text(HOT))
         for layer in record["layers"]:
             shares = np.asarray(layer["popularity"], np.float64)
-            out[layer["layer"], : len(shares)] = np.round(shares * 1e6)
+            out[layer["layer"], : len(shares)] = np.round(shares * Q16)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise PlanError(f"{plan.path / HOT}: {error!r}: recompile the model") from None
     return out
