@@ -86,12 +86,13 @@ def two_layers(
     given: Inputs,
     decide: Callable[[Inputs], Decision],
     truth: Sequence[Due] | None = None,
+    parts: int = 1,
 ) -> Ends:
     """Layer l as `decide` has it, then layer l + 1 as it decides there.
 
     `truth`: the experts that the next layer then activates, and that are not there without a
-    prefetch; None: those predicted. Prefetches of others that are not complete by then are
-    cancelled, but for the transfer that is under way, which ends first.
+    prefetch; None: those predicted. Prefetches of others are cancelled then: of the transfer that
+    is under way, the part that is, of `parts` in each, still ends.
     """
     by_id = {due.expert: due for due in given.cur}
     made = decide(given)
@@ -103,7 +104,9 @@ def two_layers(
     clock = link if made.on or given.backlog_ns else given.io_start
     for load in made.pre:
         useful = due_next.get(load.expert)
-        if useful is None and clock >= now:
+        if useful is None and clock + given.io_expert > now:
+            part = -(-given.io_expert // parts)
+            clock += min(given.io_expert, -(-max(now - clock, 0) // part) * part)
             continue
         clock += given.io_expert
         if useful is not None:

@@ -55,6 +55,17 @@ def cuda_driver() -> str | None:
     return os.environ.get("PDSCOPE_CUDA_DRIVER") or None
 
 
+def gpu_patience() -> int:
+    """PDSCOPE_GPU_PATIENCE: seconds that a step waits for a GPU that makes no progress; 0 or unset:
+    120."""
+    seconds = _count("PDSCOPE_GPU_PATIENCE")
+    if seconds > 10**6:
+        raise InputError(
+            f"PDSCOPE_GPU_PATIENCE: expected at most 1000000 s, got {seconds}; correct or unset it"
+        )
+    return seconds
+
+
 def dump_dir() -> Path | None:
     """PDSCOPE_DUMP: directory that receives NNN_pass.plan after every compiler pass."""
     value = os.environ.get("PDSCOPE_DUMP")

@@ -58,6 +58,7 @@ _ERRORS: dict[int, type[PdscopeError]] = {
     304: TargetError,
     PDS_ERR_DRIVER: TargetError,
     PDS_ERR_CANCELLED: Cancelled,
+    403: TargetError,
 }
 
 
@@ -172,12 +173,13 @@ def is_driver_error(error: PdscopeError) -> bool:
 
 @dataclass(frozen=True)
 class GpuOptions:
-    """A GPU to run with: its number, bytes of its memory that may be used, and the driver's library
-    (None: the system's)."""
+    """A GPU to run with: its number, bytes of its memory that may be used, the driver's library
+    (None: the system's), and ms that a step waits for it without progress (0: two minutes)."""
 
     number: int
     mem: int
     driver: str | None
+    patience_ms: int
 
 
 class EngineHandle:
@@ -213,6 +215,7 @@ class EngineHandle:
         if gpu is not None:
             driver = c.new("char[]", os.fsencode(gpu.driver)) if gpu.driver else c.NULL
             options.gpu, options.gpu_driver, options.gpu_mem = gpu.number + 1, driver, gpu.mem
+            options.gpu_patience_ms = gpu.patience_ms
         out = c.new("pds_engine **")
         self.library.check(self.library.lib.pds_engine_create(options, out))
         self.pointer = out[0]

@@ -49,7 +49,8 @@ def gpu_options(plan: Plan, device: str) -> GpuOptions | None:
             f"device is 'gpu', but {plan.path} was compiled for the CPU alone: compile it with "
             "--gpu-mem"
         )
-    return GpuOptions(0, plan.gpu["mem"] - plan.gpu["reserve"], config.cuda_driver())
+    mem = plan.gpu["mem"] - plan.gpu["reserve"]
+    return GpuOptions(0, mem, config.cuda_driver(), 1000 * config.gpu_patience())
 
 
 @dataclass(frozen=True)

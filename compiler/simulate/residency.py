@@ -66,7 +66,9 @@ class Ring:
         worth = self._worth(free, layer, age)
         return int(free[np.lexsort((-age, worth))[0]])
 
-    def _worth(self, free: NDArray[np.intp], layer: int, age: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _worth(
+        self, free: NDArray[np.intp], layer: int, age: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         match self.policy:
             case Policy.ADAPTSCHED | Policy.HYBRIMOE:
                 return self.score[free]

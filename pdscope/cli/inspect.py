@@ -174,6 +174,7 @@ def _print_summary(plan: "Plan", as_json: bool) -> None:
         *_dummy_predictor(plan),
         ("on disk", f"{human_bytes(plan.total_bytes)} in {len(plan.files) + 1} files"),
         ("tokenizer", _tokenizer(data["tokenizer"]) + f", EOS {eos}"),
+        *_costs(plan),
         ("plan hash", plan.plan_hash),
         ("weights hash", model["weights_sha256"]),
         ("config hash", model["config_sha256"]),
@@ -194,6 +195,17 @@ def _tokenizer(entry: dict[str, Any]) -> str:
     if entry["file"] is None:
         return "none: takes token ids alone"
     return f"{entry['file']}, {'with' if entry['chat_template'] else 'without'} a chat template"
+
+
+def _costs(plan: "Plan") -> list[tuple[str, str]]:
+    from pdscope.costs import CostTable
+
+    table = CostTable.of_plan(plan)
+    if table is None:
+        return []
+    machine = table.machine
+    parts = [f"{machine.cpu}, {machine.threads} threads, {machine.isa}", machine.gpu, machine.link]
+    return [("costs", f"{table.source}: {'; '.join(part for part in parts if part)}")]
 
 
 def _print_memory(plan: "Plan", as_json: bool) -> None:

@@ -80,6 +80,7 @@ typedef struct pds_engine_options {
   int32_t gpu;            /* 0: everything runs on the CPU; n: with GPU n - 1, by the plan's programs for one */
   const char *gpu_driver; /* the CUDA driver's library; NULL: libcuda.so.1 */
   uint64_t gpu_mem;       /* bytes of its memory that may be used, sessions included; 0: all */
+  uint32_t gpu_patience_ms; /* without any progress of the GPU, a step fails after so long; 0: two minutes */
 } pds_engine_options;
 
 typedef struct pds_engine_info {
@@ -182,6 +183,7 @@ typedef struct pds_learned {
   int32_t *e, *prev;      /* [.., top_k] */
   int32_t *prev_next;     /* [.., top_k of the next layer]; also where prefill does not know it in time */
   int32_t *target;        /* [.., top_k of the next layer] */
+  float *scores;          /* [.., experts of the next layer] what it chose by: its gate's scores, bias included, no group masked */
   uint32_t n;             /* out: tokens copied */
   uint64_t total;         /* out: tokens kept since the learner was switched on, replaced ones included */
 } pds_learned;

@@ -184,6 +184,7 @@ static const entry entries[] = {
     ENTRY("slow_link", slow_link, 1),
     ENTRY("slow_from", slow_from, 0),
     ENTRY("late_events", late_events, 0),
+    ENTRY("stop_record", stop_record, 0),
 };
 enum { ENTRIES = sizeof entries / sizeof *entries };
 

@@ -81,9 +81,14 @@ CUresult mock_enter(const char *call) {
   if (mock.retained == 0) return mock_error(CUDA_ERROR_INVALID_CONTEXT, "the context was released");
   mock.count.calls++;
   if (mock_strikes(&mock.set.lose_context)) mock_lose(CUDA_ERROR_UNKNOWN, "fault lose_context");
-  return mock.lost == CUDA_SUCCESS
-             ? CUDA_SUCCESS
-             : mock_error(mock.lost, "the context is lost: %s", mock.lost_why);
+  return mock_if_lost();
+}
+
+/* Nothing runs on a device whose context is lost: who is told so may free what its work used. */
+CUresult mock_if_lost(void) {
+  if (mock.lost == CUDA_SUCCESS) return CUDA_SUCCESS;
+  while (mock.at_work > 0) pthread_cond_wait(&mock.changed, &mock.lock);
+  return mock_error(mock.lost, "the context is lost: %s", mock.lost_why);
 }
 
 CUresult mock_leave(CUresult result) {
@@ -235,6 +240,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
 
 void mock_destroy_context(void) {
   mock.destroying = true;
+  if (mock.stopped) mock_lose(CUDA_ERROR_UNKNOWN, "fault stop_record");
   mock_wait_all();
   if (mock.set.wall) {
     for (CUstream s = mock.streams; s; s = s->next) s->live = false;
@@ -254,7 +260,7 @@ void mock_destroy_context(void) {
   memset(mock.engines, 0, sizeof mock.engines);
   mock.count.streams = mock.count.events = mock.count.modules = 0;
   mock.lost = CUDA_SUCCESS;
-  mock.destroying = false;
+  mock.stopped = mock.destroying = false;
   pthread_cond_broadcast(&mock.changed);
 }
 

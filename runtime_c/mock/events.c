@@ -47,6 +47,7 @@ CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
   if (!stream) return mock_leave(CUDA_ERROR_INVALID_HANDLE);
   if (event->record) mock_drop(event->record);
   event->record = mock_new_op(OP_RECORD);
+  if (mock_strikes(&mock.set.stop_record)) mock.stopped = event->record->never = true;
   mock_hold(event->record);
   mock_submit(stream, event->record);
   return mock_leave(CUDA_SUCCESS);

@@ -24,6 +24,7 @@ typedef struct op {
   uint32_t refs; /* the stream's, an event's, of each wait and each waiting thread */
   uint64_t seq;  /* order of submission, over all streams */
   bool started, done;
+  bool never;     /* it does not end, nor does anything behind it in its stream */
   CUresult fault; /* what the context is lost with when it ends; CUDA_SUCCESS: nothing */
   int64_t ready;  /* when its turn in the stream came; before that, when it was submitted */
   int64_t end;    /* when it is done */
@@ -108,7 +109,7 @@ typedef struct settings {
   int64_t kernels_at_start;
   /* faults; counts run down with each call, and 0 is off */
   int64_t fail_copy, refuse_copy, fail_alloc, fail_pin, fail_launch, refuse_launch, lose_context;
-  int64_t slow_link, slow_from, late_events;
+  int64_t slow_link, slow_from, late_events, stop_record;
   cost *kernels, *host;
 } settings;
 
@@ -148,7 +149,9 @@ typedef struct mock_state {
   int64_t now;        /* virtual clock */
   int64_t busy_until; /* virtual clock: end of what pds_mock_host_begin began */
   int64_t epoch;      /* wall clock: CLOCK_MONOTONIC at the start */
-  uint32_t threads;   /* wall clock: of streams */
+  uint32_t threads;   /* wall clock: of streams, */
+  uint32_t at_work;   /* and of these, those that copy or run a kernel now */
+  bool stopped;       /* a record struck by stop_record was submitted */
 } mock_state;
 extern mock_state mock;
 
@@ -173,11 +176,13 @@ CUresult mock_enter(const char *call);
 CUresult mock_enter_driver(const char *call);
 void mock_enter_any(const char *call);
 CUresult mock_leave(CUresult result);
+/* The error of a lost context, once nothing of it runs any more. */
+CUresult mock_if_lost(void);
 /* Returns `result` and keeps the text for pds_mock_last(), after the name of the call. */
 CUresult mock_error(CUresult result, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 /* From now on every call answers with `result`, and all work is dropped. */
 void mock_lose(CUresult result, const char *why);
-/* Waits for all work, then gives back everything of the context. */
+/* Waits for all work, or drops it if some never ends; then gives back everything of the context. */
 void mock_destroy_context(void);
 
 /* --- config.c --- */

@@ -28,7 +28,7 @@ static CUstream first_to_end(void) {
 /* When the head of a stream could begin; false: it waits for something that has not ended. */
 static bool can_start(CUstream s, int64_t *out_at) {
   op *o = s->head;
-  if (!o || o->started) return false;
+  if (!o || o->started || o->never) return false;
   if (o->ready < s->reached) o->ready = s->reached;
   if (o->kind == OP_WAIT) {
     if (!o->awaited->done) return false;

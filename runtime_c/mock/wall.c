@@ -16,9 +16,16 @@ int64_t mock_wall_now(void) {
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec - mock.epoch;
 }
 
-static void sleep_until(int64_t at, int64_t epoch) {
-  struct timespec t = {(at + epoch) / 1000000000, (at + epoch) % 1000000000};
-  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL) == EINTR) continue;
+/* Naps, so that long work ends soon after the context is lost. With the lock held before and after. */
+static void sleep_until(int64_t end) {
+  enum { NAP = 10000000 };
+  for (int64_t now; mock.lost == CUDA_SUCCESS && (now = mock_wall_now()) < end;) {
+    const int64_t at = (end - now > NAP ? now + NAP : end) + mock.epoch;
+    struct timespec t = {at / 1000000000, at % 1000000000};
+    pthread_mutex_unlock(&mock.lock);
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL) == EINTR) continue;
+    pthread_mutex_lock(&mock.lock);
+  }
 }
 
 static bool is_copy(const op *o) {
@@ -44,6 +51,7 @@ static bool wait_for_turn(CUstream stream) {
       pthread_cond_wait(&mock.changed, &mock.lock);
     if (o->awaited->done && o->ready < o->awaited->end) o->ready = o->awaited->end;
   }
+  while (o->never && mock.lost == CUDA_SUCCESS) pthread_cond_wait(&mock.changed, &mock.lock);
   if (is_copy(o)) {
     stream->in_line = true;
     while ((mock.engines[o->kind].current || !first_in_line(o)) && mock.lost == CUDA_SUCCESS)
@@ -61,17 +69,16 @@ static void do_head(CUstream stream) {
   engine *e = is_copy(o) ? &mock.engines[o->kind] : NULL;
   if (e && e->used && at < e->free_at) at = e->free_at;
   mock_start(o, at);
-  int64_t epoch = mock.epoch;
-  if (o->kind != OP_WAIT) {
+  if (o->kind != OP_WAIT && o->kind != OP_RECORD) {
+    mock.at_work++;
     pthread_mutex_unlock(&mock.lock);
     mock_perform(o);
-    int64_t performed = mock_wall_now();
-    if (performed < o->end)
-      sleep_until(o->end, epoch);
-    else if (o->kind == OP_KERNEL || o->bytes > 0)
-      o->end = performed; /* it took longer than the settings say */
     pthread_mutex_lock(&mock.lock);
+    if (--mock.at_work == 0) pthread_cond_broadcast(&mock.changed);
+    const int64_t performed = mock_wall_now();
+    if (o->end < performed) o->end = performed; /* it took longer than the settings say */
   }
+  sleep_until(o->end);
   if (e) {
     e->current = NULL;
     e->free_at = o->end;
@@ -119,7 +126,5 @@ bool mock_wall_thread(CUstream stream) {
 
 CUresult mock_wall_wait(op *o) {
   while (!o->done && mock.lost == CUDA_SUCCESS) pthread_cond_wait(&mock.changed, &mock.lock);
-  if (mock.lost != CUDA_SUCCESS)
-    return mock_error(mock.lost, "the context is lost: %s", mock.lost_why);
-  return CUDA_SUCCESS;
+  return mock_if_lost();
 }

@@ -107,6 +107,19 @@ typedef struct pds_decision {
 /* Fills everything of *out but the two pointers. What of cur is not in `on` runs on the CPU. */
 void pds_decide(const pds_decision_in *in, pds_decision *out);
 
+/* Decode's decisions by counts, made by compiler/decode_table.py: entries[N][M][bucket][slots], two bytes
+ * each, on-demand loads and prefetches. N and M from 0 to top_k, slots to 2 top_k; a bucket holds `step`
+ * ns of backlog, bucket 0 none, and the last all that is more. */
+typedef struct pds_decision_table {
+  const uint8_t *entries;
+  uint32_t top_k, buckets;
+  int64_t step;
+} pds_decision_table;
+
+/* The decision of one row, as pds_decide makes it for the longest backlog of the bucket; `why` has nothing
+ * in it. n_cur and n_next are at most top_k. */
+void pds_look_up(const pds_decision_table *table, const pds_decision_in *in, pds_decision *out);
+
 /* An expert in a slot, as a policy sees it. */
 typedef struct pds_cached {
   int32_t layer;       /* -1: the slot is empty */

@@ -133,8 +133,10 @@ static pds_status load_programs(pds_engine *engine, int dir_fd, unsigned char *p
 }
 
 static pds_status open_gpu(pds_engine *engine, const pds_engine_options *options) {
-  const pds_gpu_options gpu = {
-      .driver = options->gpu_driver, .device = options->gpu - 1, .cap = options->gpu_mem};
+  const pds_gpu_options gpu = {.driver = options->gpu_driver,
+                               .device = options->gpu - 1,
+                               .cap = options->gpu_mem,
+                               .patience_ms = options->gpu_patience_ms};
   return pds_gpu_open(&gpu, engine->plan, &engine->programs, engine->files, engine->weights.copy,
                       engine->weights.copy_bytes, &engine->gpu);
 }
@@ -256,7 +258,9 @@ void pds_engine_release(pds_engine *engine) {
   if (engine->pool && engine->pid == getpid()) pds_pool_destroy(engine->pool);
   pds_nets_free(engine);
   pds_learn_free(engine);
+  const bool stopped = engine->gpu && engine->gpu->stopped;
   if (engine->pid == getpid()) pds_gpu_close(engine->gpu);
+  if (stopped) return; /* the device may still use what lies here */
   pds_unmap(engine->gpu_programs, engine->gpu_program_bytes);
   pds_weights_unload(engine->plan, engine->files, &engine->weights);
   pds_unmap(engine, engine->bytes);

@@ -12,14 +12,20 @@
 
 /* --- errors and waiting --- */
 
+#define REMEDY "load the plan again, or run it on the CPU (device cpu)"
+
 pds_status pds_gpu_check(pds_gpu *gpu, CUresult result, const char *what) {
   if (result == CUDA_SUCCESS) return PDS_OK;
   const pds_status status = pds_cuda_check(&gpu->cuda, result, what);
-  if (status != PDS_ERR_MEMORY && gpu->failed == PDS_OK) {
+  char why[PDS_ERROR_BYTES];
+  snprintf(why, sizeof why, "%s", pds_last_error());
+  if (status == PDS_ERR_MEMORY)
+    return pds_fail(status, "%.380s; free memory, or run the plan on the CPU (device cpu)", why);
+  if (gpu->failed == PDS_OK) {
     gpu->failed = status;
-    snprintf(gpu->why, sizeof gpu->why, "%s", pds_last_error());
+    snprintf(gpu->why, sizeof gpu->why, "%s", why);
   }
-  return status;
+  return pds_fail(status, "%.380s; " REMEDY, why);
 }
 
 uint64_t pds_gpu_now(const pds_gpu *gpu) {
@@ -38,37 +44,54 @@ static bool let_time_pass(pds_gpu *gpu, int64_t until) {
 /* A device that stops is a fault, not a hang. */
 enum { PATIENCE_S = 120, SPINS = 64 };
 
+static pds_status has_stopped(pds_gpu *gpu) {
+  gpu->stopped = true;
+  gpu->failed = PDS_ERR_GPU;
+  snprintf(gpu->why, sizeof gpu->why, "the GPU has stopped: what it was given does not end");
+  return pds_fail(PDS_ERR_GPU, "%s; " REMEDY, gpu->why);
+}
+
+/* Lets time pass for one who waits, since `begin`; false: no longer. */
+static bool have_patience(pds_gpu *gpu, uint64_t begin, uint32_t turn) {
+  if (gpu->is_virtual) return let_time_pass(gpu, -1);
+  if (turn % SPINS)
+    pds_cpu_relax();
+  else
+    sched_yield();
+  return pds_now_ns() - begin < gpu->patience_ns;
+}
+
 pds_status pds_gpu_wait(pds_gpu *gpu, CUevent event) {
   const uint64_t begin = pds_now_ns();
-  for (uint32_t turns = 0;; turns++) {
+  for (uint32_t turn = 0;; turn++) {
     const CUresult result = gpu->cuda.cuEventQuery(event);
     if (result == CUDA_SUCCESS) return PDS_OK;
     if (result != CUDA_ERROR_NOT_READY) return pds_gpu_check(gpu, result, "waiting for the GPU");
     PDS_RETURN_IF_ERROR(pds_link_pump(gpu));
-    if (gpu->is_virtual) {
-      if (let_time_pass(gpu, -1)) continue;
-    } else if (pds_now_ns() - begin < PATIENCE_S * 1000000000ull) {
-      if (turns % SPINS)
-        pds_cpu_relax();
-      else
-        sched_yield();
-      continue;
-    }
-    gpu->failed = pds_fail(PDS_ERR_GPU, "the GPU has stopped: what it was given does not end");
-    snprintf(gpu->why, sizeof gpu->why, "%s", pds_last_error());
-    return gpu->failed;
+    if (!have_patience(gpu, begin, turn)) return has_stopped(gpu);
+  }
+}
+
+static pds_status drain(pds_gpu *gpu, CUstream stream) {
+  const uint64_t begin = pds_now_ns();
+  for (uint32_t turn = 0;; turn++) {
+    const CUresult result = gpu->cuda.cuStreamQuery(stream);
+    if (result == CUDA_SUCCESS) return PDS_OK;
+    if (result != CUDA_ERROR_NOT_READY) return pds_gpu_check(gpu, result, "waiting for the GPU");
+    if (!have_patience(gpu, begin, turn)) return has_stopped(gpu);
   }
 }
 
 pds_status pds_gpu_drain(pds_gpu *gpu) {
-  CUresult a = gpu->cuda.cuStreamSynchronize(gpu->copies);
-  CUresult b = gpu->cuda.cuStreamSynchronize(gpu->compute);
-  return pds_gpu_check(gpu, a != CUDA_SUCCESS ? a : b, "waiting for the GPU");
+  PDS_RETURN_IF_ERROR(drain(gpu, gpu->copies));
+  return drain(gpu, gpu->compute);
 }
 
 pds_status pds_gpu_copy(pds_gpu *gpu, void *to, const void *from, uint64_t bytes, pds_kv_way way) {
   const CUdeviceptr a = (CUdeviceptr)(uintptr_t)to, b = (CUdeviceptr)(uintptr_t)from;
   const pds_cuda *cuda = &gpu->cuda;
+  /* A copy of pageable memory waits in the driver: nothing that may not end goes before it. */
+  PDS_RETURN_IF_ERROR(pds_gpu_drain(gpu));
   CUresult result = way == PDS_KV_WITHIN ? cuda->cuMemcpyDtoDAsync(a, b, bytes, gpu->compute)
                     : way == PDS_KV_OUT  ? cuda->cuMemcpyDtoHAsync(to, b, bytes, gpu->compute)
                                          : cuda->cuMemcpyHtoDAsync(a, from, bytes, gpu->compute);
@@ -92,7 +115,7 @@ pds_status pds_gpu_host_work(pds_gpu *gpu, const char *name, uint32_t n, const u
 
 pds_status pds_gpu_enter(pds_gpu *gpu) {
   if (gpu->failed != PDS_OK)
-    return pds_fail(gpu->failed, "the GPU failed before: %.300s; load the plan again", gpu->why);
+    return pds_fail(gpu->failed, "the GPU failed before: %.300s; " REMEDY, gpu->why);
   return pds_gpu_check(gpu, gpu->cuda.cuCtxPushCurrent(gpu->context), "entering the context");
 }
 
@@ -352,6 +375,8 @@ pds_status pds_gpu_open(const pds_gpu_options *options, const pds_plan *plan,
   pds_gpu *gpu;
   PDS_RETURN_IF_ERROR(host_part(plan, programs, &gpu));
   gpu->host_files = host_files;
+  gpu->patience_ns =
+      options->patience_ms ? options->patience_ms * 1000000ull : PATIENCE_S * 1000000000ull;
   pds_status status = open_device(gpu, options);
   if (status == PDS_OK) status = start(gpu, pinned, pinned_bytes);
   if (status != PDS_OK) {
@@ -372,11 +397,14 @@ static void close_events(pds_gpu *gpu, CUevent *events, uint32_t n) {
 
 void pds_gpu_close(pds_gpu *gpu) {
   if (!gpu) return;
+  if (gpu->stopped) { /* all other calls may wait for it; and it may use what is mapped here */
+    gpu->cuda.cuDevicePrimaryCtxRelease(gpu->device);
+    return;
+  }
   if (gpu->context) {
     /* A device that failed takes no calls: its memory goes with the context. */
     gpu->cuda.cuCtxPushCurrent(gpu->context);
-    if (gpu->compute) gpu->cuda.cuStreamSynchronize(gpu->compute);
-    if (gpu->copies) gpu->cuda.cuStreamSynchronize(gpu->copies);
+    if (gpu->compute && gpu->copies) pds_gpu_drain(gpu);
     close_events(gpu, gpu->link.chunk, PDS_LINK_IN_FLIGHT);
     close_events(gpu, gpu->link.ready, gpu->residency.ring);
     close_events(gpu, gpu->link.freed, gpu->residency.ring);
@@ -456,7 +484,8 @@ pds_status pds_gpu_session_open(pds_gpu *gpu, uint64_t kv_bytes, uint64_t table_
 }
 
 void pds_gpu_session_close(pds_gpu *gpu, pds_gpu_session *session, void *scratch) {
-  gpu->cuda.cuStreamSynchronize(gpu->compute);
+  if (!gpu->stopped) pds_gpu_drain(gpu);
+  if (gpu->stopped) return; /* it may still use all this */
   if (session->routed) gpu->cuda.cuEventDestroy(session->routed);
   if (session->registered) gpu->cuda.cuMemHostUnregister(scratch);
   if (session->pinned) gpu->cuda.cuMemFreeHost(session->pinned);

@@ -139,6 +139,8 @@ struct pds_gpu {
   pds_link link;
   pds_gpu_policy policy;
   pds_status failed; /* not PDS_OK: the GPU's work is lost */
+  bool stopped;      /* it does not end what it was given: no call that may wait is made any more */
+  uint64_t patience_ns;
   char why[PDS_ERROR_BYTES];
   char name[64];
   /* twins run in one thread of their own: a pool and scratch for it */
@@ -180,7 +182,8 @@ typedef struct pds_gpu_step {
 typedef struct pds_gpu_options {
   const char *driver;
   int32_t device;
-  uint64_t cap; /* 0: all that the device has */
+  uint64_t cap;         /* 0: all that the device has */
+  uint32_t patience_ms; /* 0: two minutes */
 } pds_gpu_options;
 
 /* Opens the device, copies what stays there. On failure nothing is left. */
@@ -211,7 +214,7 @@ pds_status pds_gpu_wait(pds_gpu *gpu, CUevent event);
 pds_status pds_gpu_copy(pds_gpu *gpu, void *to, const void *from, uint64_t bytes, pds_kv_way way);
 /* Whether decisions use predictions. */
 bool pds_gpu_predicts(const pds_gpu *gpu);
-/* Waits for both streams. */
+/* Waits for both streams; a device that makes no progress for too long has stopped, which is an error. */
 pds_status pds_gpu_drain(pds_gpu *gpu);
 /* The host is busy with `n` pieces of work: in a virtual clock's time. */
 pds_status pds_gpu_host_work(pds_gpu *gpu, const char *name, uint32_t n, const uint32_t *tokens);

@@ -91,7 +91,7 @@ static pds_status fetch_routes(pds_gpu_step *step) {
   PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_ROUTE_ID, 4 * rows * top_k));
   PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_ROUTE_W, 4 * rows * top_k));
   PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_XACT, act * rows * hidden_bytes(plan)));
-  if (step->host->predicts)
+  if (step->host->predicts || step->host->learn)
     PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_XN, 4 * rows * hidden_bytes(plan)));
   PDS_CUDA_CALL(step->gpu, "the gate", cuEventRecord, step->session->routed, step->gpu->compute);
   step->wants_routes = true;
@@ -169,11 +169,11 @@ static pds_step_ctx device_context(const pds_gpu *gpu, const pds_gpu_session *s,
 
 pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *host,
                          pds_gpu_step *out) {
+  *out = (pds_gpu_step){.gpu = gpu, .session = session, .host = host};
   if (!gpu->policy.set)
     return pds_fail(
         PDS_ERR_ARGUMENT,
         "a GPU plan's step needs costs and a policy: call pds_engine_set_schedule first");
-  *out = (pds_gpu_step){.gpu = gpu, .session = session, .host = host};
   out->device = device_context(gpu, session, host);
   gpu->step = out;
   gpu->policy.now++;
@@ -202,7 +202,7 @@ pds_status pds_gpu_end(pds_gpu_step *step, pds_status status) {
   char why[PDS_ERROR_BYTES];
   if (status != PDS_OK) memcpy(why, pds_last_error(), sizeof why);
   settle(gpu, status != PDS_OK);
-  const pds_status end = gpu->failed == PDS_OK ? pds_gpu_drain(gpu) : gpu->failed;
+  const pds_status end = gpu->stopped ? gpu->failed : pds_gpu_drain(gpu);
   gpu->link.in_flight = 0;
   gpu->step = NULL;
   return status != PDS_OK ? pds_fail(status, "%s", why) : end;

@@ -98,7 +98,7 @@ void pds_session_destroy(pds_session *session) {
   if (!session) return;
   pds_engine *engine = session->engine;
   close_on_gpu(session);
-  pds_unmap(session, session->bytes);
+  if (!(engine->gpu && engine->gpu->stopped)) pds_unmap(session, session->bytes);
   pds_engine_release(engine);
 }
 
@@ -280,6 +280,10 @@ pds_status pds_predict(pds_session *session, const pds_prediction *asked, float 
 pds_status pds_measure(pds_session *session, const pds_measurement *asked, int64_t *out_ns) {
   if (!asked || !out_ns) return pds_fail(PDS_ERR_ARGUMENT, "measurement: a null pointer");
   PDS_RETURN_IF_ERROR(enter(session));
+  if (session->engine->gpu)
+    return leave(session, pds_fail(PDS_ERR_ARGUMENT,
+                                   "measurement: it times the CPU's kernels: create the engine "
+                                   "without a GPU"));
   pds_step_ctx ctx = context_of(session);
   return leave(session, pds_measure_part(session, &ctx, asked, out_ns));
 }

@@ -1,45 +1,28 @@
 /* twins.c: the GPU's kernels as functions of the CPU, for the mock driver: each runs the CPU's own
  * operator on the device's memory, so a GPU plan gives the CPU plan's bits. */
+#include "cpu.h"
 #include "gpu.h"
 
-#define ARGS pds_kernel_args *a = params
+/* The mock's threads may have been made under the caller's flush-to-zero and rounding modes. */
+#define TWIN(name, call)                                                                           \
+  static void name(void *params) {                                                                 \
+    pds_kernel_args *a = params;                                                                   \
+    const uint32_t fp = pds_fp_default();                                                          \
+    call;                                                                                          \
+    pds_fp_restore(fp);                                                                            \
+  }
 
-static void rope(void *params) {
-  ARGS;
-  pds_op_rope_table(&a->ctx);
-}
-static void norm(void *params) {
-  ARGS;
-  pds_op_norm(&a->ctx, a->layer, (pds_norm_site)a->arg);
-}
-static void attention(void *params) {
-  ARGS;
-  pds_op_attention(&a->ctx, a->layer);
-}
-static void mlp(void *params) {
-  ARGS;
-  pds_op_mlp(&a->ctx, a->layer);
-}
-static void gate(void *params) {
-  ARGS;
-  pds_op_gate(&a->ctx, a->layer);
-}
-static void shared(void *params) {
-  ARGS;
-  pds_op_shared_expert(&a->ctx, a->layer);
-}
-static void combine(void *params) {
-  ARGS;
-  pds_op_combine(&a->ctx, a->layer, (int)a->arg);
-}
-static void lm_head(void *params) {
-  ARGS;
-  pds_op_lm_head(&a->ctx);
-}
+TWIN(rope, pds_op_rope_table(&a->ctx))
+TWIN(norm, pds_op_norm(&a->ctx, a->layer, (pds_norm_site)a->arg))
+TWIN(attention, pds_op_attention(&a->ctx, a->layer))
+TWIN(mlp, pds_op_mlp(&a->ctx, a->layer))
+TWIN(gate, pds_op_gate(&a->ctx, a->layer))
+TWIN(shared, pds_op_shared_expert(&a->ctx, a->layer))
+TWIN(combine, pds_op_combine(&a->ctx, a->layer, (int)a->arg))
+TWIN(lm_head, pds_op_lm_head(&a->ctx))
 
 /* Some at a time: a GPU's thread has no memory of its own for all. */
-static void experts(void *params) {
-  ARGS;
+static void some_at_a_time(pds_kernel_args *a) {
   enum { SOME = 32 };
   for (uint32_t first = 0; first < a->n_holes; first += SOME) {
     pds_hole holes[SOME];
@@ -54,6 +37,7 @@ static void experts(void *params) {
     pds_op_expert(&a->ctx, a->layer, holes, n);
   }
 }
+TWIN(experts, some_at_a_time(a))
 
 static const struct {
   char magic[8];

@@ -127,7 +127,10 @@ def test_a_module_for_another_driver(gpu: Driver) -> None:
     assert gpu.cuModuleLoadData(ffi().new("CUmodule *"), image) == "CUDA_ERROR_INVALID_IMAGE"
     assert "pds_twin_module" in gpu.last()
     before = gpu.counter("modules")
+    gpu.configure("kernel.mix.base=100")
+    assert gpu.launch("mix", gpu.stream(), gpu.alloc(1)) == "CUDA_SUCCESS"
     gpu.ok.cuModuleUnload(gpu.module)
+    assert gpu.pds_mock_now() == 100  # its kernels are done
     assert gpu.counter("modules") == before - 1
     out = ffi().new("CUfunction *")
     assert gpu.cuModuleGetFunction(out, gpu.module, b"mix") == "CUDA_ERROR_INVALID_HANDLE"
@@ -190,8 +193,8 @@ def test_a_wait_jumps_to_the_end(gpu: Driver) -> None:
 
 
 def test_all_of_one_instant_has_happened(gpu: Driver) -> None:
-    """Work that ends when the awaited does is complete too, and kernels that end at one instant have
-    their effects in the order of submission."""
+    """Work that ends when the awaited does is complete too, and kernels that end at one instant
+    have their effects in the order of submission."""
     gpu.configure("kernel.append.base=100")
     a, b, to = gpu.stream(), gpu.stream(), gpu.alloc(4)
     gpu.ok.cuMemsetD8Async(to, 0, 16, a)
@@ -292,6 +295,15 @@ def test_a_host_may_wait_while_it_counts_as_working(gpu: Driver) -> None:
     assert (gpu.pds_mock_now(), gpu.pds_mock_next()) == (0, 50 + 10)
     gpu.ok.cuStreamSynchronize(stream)
     assert when(gpu, event) == gpu.pds_mock_now() == 60
+
+
+def test_settings_count_from_the_moment_they_change(gpu: Driver) -> None:
+    stream = gpu.stream()
+    event = copy(gpu, stream, 100)
+    gpu.pds_mock_advance(60)
+    gpu.configure("h2d=4GB/s")
+    gpu.pds_mock_advance(1000)
+    assert when(gpu, event) == 70
 
 
 def test_kernels_take_what_their_costs_say(gpu: Driver) -> None:
@@ -579,6 +591,8 @@ def test_pinned_memory_has_a_limit(gpu: Driver) -> None:
     memory = np.zeros(2048, np.uint32)
     assert gpu.cuMemHostRegister(at(memory), 8192, 0) == "CUDA_ERROR_OUT_OF_MEMORY"
     gpu.ok.cuMemHostRegister(at(memory), 4096, 0)
+    overlaps = gpu.cuMemHostRegister(at(memory, 1023), 8, 0)
+    assert overlaps == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
     assert gpu.cuMemHostAlloc(out, 1, 0) == "CUDA_ERROR_OUT_OF_MEMORY"
     assert "0 of 8192 may still be pinned" in gpu.last()
     gpu.ok.cuMemHostUnregister(at(memory))
@@ -850,10 +864,9 @@ def test_fault_lost_context(either: Driver) -> None:
 def test_fault_lost_context_while_a_thread_waits(library: Driver) -> None:
     """With the wall clock: the one that waits is told too."""
     gpu = library
-    gpu.configure("reset; clock=wall; kernel.mix.base=30s")
+    gpu.configure("reset; clock=wall; kernel.mix.base=60s")
     gpu.open()
     stream, to = gpu.stream(), gpu.alloc(4)
-    gpu.configure("kernel.mix.base=300ms")
     assert gpu.launch("mix", stream, to) == "CUDA_SUCCESS"
     told: list[str] = []
 
@@ -866,7 +879,7 @@ def test_fault_lost_context_while_a_thread_waits(library: Driver) -> None:
     time.sleep(0.05)
     gpu.configure("lose_context=1")
     assert gpu.cuStreamQuery(stream) == "CUDA_ERROR_UNKNOWN"
-    thread.join(timeout=0.2)
+    thread.join(timeout=20)
     assert not thread.is_alive() and told == ["CUDA_ERROR_UNKNOWN"]
     gpu.close()
     gpu.configure("reset")
@@ -895,26 +908,60 @@ def test_fault_late_events(gpu: Driver) -> None:
 # --- the wall clock ---
 
 
-def test_wall_copies_take_their_time(library: Driver) -> None:
-    """Latency and bytes over bandwidth, one after the other; the call returns before."""
-    gpu = library
-    gpu.configure("reset; clock=wall; h2d=1GB/s; d2h=1GB/s; h2d_start=0; h2d_latency=1ms")
-    gpu.open()
+def timed_copies(gpu: Driver) -> tuple[float, float, float]:
+    """Seconds that 20 copies of two streams should take, take, and keep the caller."""
     a, b = gpu.stream(), gpu.stream()
     host, to = gpu.pinned(1 << 18), gpu.alloc(1 << 18)
+    gpu.configure("h2d=1GB/s; h2d_start=0; h2d_latency=1ms")
+    wanted = 20 * (1 + (1 << 20) / 1e6) / 1000
     first = mark(gpu, a)
     gpu.ok.cuEventSynchronize(first)
     before = time.monotonic()
-    for i in range(20):  # 20 * (1 ms + 1.049 ms), whichever stream they are of
+    for i in range(20):
         gpu.ok.cuMemcpyHtoDAsync(to, at(host), 1 << 20, (a, b)[i % 2])
     submitted = time.monotonic() - before
     last = mark(gpu, b)
     gpu.ok.cuStreamSynchronize(b)
     took = time.monotonic() - before
-    wanted = 20 * (1 + (1 << 20) / 1e6) / 1000
-    assert submitted < wanted / 2
-    assert wanted <= took < wanted * 1.5
     assert gpu.ok.cuEventElapsedTime(first, last) >= wanted * 1000
+    return wanted, took, submitted
+
+
+def test_wall_copies_take_their_time(library: Driver) -> None:
+    """Latency and bytes over bandwidth, one after the other; the calls return before."""
+    library.configure("reset; clock=wall")
+    library.open()
+    wanted, took, submitted = timed_copies(library)
+    assert submitted < took and wanted <= took
+    library.configure("reset")
+
+
+@pytest.mark.device
+def test_wall_times_are_close(library: Driver) -> None:
+    """What the settings say does not drift with the sleeps: within 2 % over 20 copies, and calls
+    take no part of it."""
+    library.configure("reset; clock=wall")
+    library.open()
+    wanted, took, submitted = timed_copies(library)
+    print(f"wanted {wanted:.5f} s, took {took:.5f} s, submitted in {submitted:.5f} s")
+    assert wanted <= took < 1.02 * wanted
+    assert submitted < 0.1 * wanted
+    library.configure("reset")
+
+
+def test_wall_copies_are_served_in_order(library: Driver) -> None:
+    """Of eight streams that wait for the link, the one that was ready first."""
+    gpu = library
+    gpu.configure("reset; clock=wall; h2d_start=0; h2d_latency=2ms")
+    gpu.open()
+    streams = [gpu.stream() for _ in range(8)]
+    rng = np.random.default_rng(1)
+    for _ in range(4):
+        events = [copy(gpu, streams[i], 16) for i in rng.permutation(8)]
+        for event in events:
+            gpu.ok.cuEventSynchronize(event)
+        times = [when(gpu, e) for e in events]
+        assert times == sorted(times)
     gpu.configure("reset")
 
 
@@ -944,7 +991,7 @@ def test_wall_kernels_take_their_costs_or_longer(library: Driver) -> None:
         assert gpu.launch("mix", stream, to, 1, 8) == "CUDA_SUCCESS"
     last = mark(gpu, stream)
     gpu.ok.cuStreamSynchronize(stream)
-    assert 15 <= gpu.ok.cuEventElapsedTime(first, last) < 40
+    assert gpu.ok.cuEventElapsedTime(first, last) >= 15
     assert gpu.pds_mock_next() == -1
     gpu.configure("reset")
 

@@ -118,9 +118,7 @@ def agree(driver: Driver, plan: Plan, policy: str, seed: int, enqueue: int = 0) 
         end = int(driver.library.pds_mock_now()) - begin
         ledger = engine.ledger()
         session.close()
-    executor = Executor(
-        Subject.of_plan(plan), timing, decision_costs(plan), policy, keep=True
-    )
+    executor = Executor(Subject.of_plan(plan), timing, decision_costs(plan), policy, keep=True)
     steps = list(executor.run(trace))
     r = instrs.records
     executed = np.stack(
