@@ -107,7 +107,7 @@ class Placement:
     @property
     def predicts(self) -> bool:
         """Whether steps predict at all."""
-        return self.policy is not Policy.STATIC and self.ring.size > 0
+        return self.policy.predictor is not None and self.ring.size > 0
 
     def begin_step(self) -> None:
         self.now += 1

@@ -139,6 +139,9 @@ int32_t pds_victim(uint32_t policy, const pds_cached *slots, uint32_t n, int32_t
  * empty when the layer is over. */
 int32_t pds_policy_keeps(uint32_t policy);
 
+/* Not 0: the policy prefetches, so it asks what the next layer's experts will be. */
+int32_t pds_policy_predicts(uint32_t policy);
+
 /* A cached expert's score after a step in which its routing weight was `weight` (0: not activated). */
 uint32_t pds_score(uint32_t score, uint32_t weight);
 

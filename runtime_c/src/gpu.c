@@ -100,7 +100,7 @@ pds_status pds_gpu_copy(pds_gpu *gpu, void *to, const void *from, uint64_t bytes
 }
 
 bool pds_gpu_predicts(const pds_gpu *gpu) {
-  return gpu->policy.policy != PDS_POLICY_STATIC && gpu->residency.ring;
+  return pds_policy_predicts(gpu->policy.policy) && gpu->residency.ring;
 }
 
 pds_status pds_gpu_host_work(pds_gpu *gpu, const char *name, uint32_t n, const uint32_t *tokens) {
