@@ -5,6 +5,7 @@ May import numpy, pdscope.{config,costs,errors,native,plan}.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -96,7 +97,7 @@ def set_schedule(handle: EngineHandle, plan: Plan, policy: str | None) -> str:
     costs = c.new("pds_costs *")
     _fill(costs, decision_costs(plan))
     popularity = popularity_of(plan)
-    hits = hit_rates(plan)
+    hits, sure = hit_rates(plan), draft_thresholds(plan)
     text = c.new("char[]", name.encode())
     schedule = c.new(
         "pds_schedule *",
@@ -105,6 +106,7 @@ def set_schedule(handle: EngineHandle, plan: Plan, policy: str | None) -> str:
             "costs": costs,
             "popularity": c.cast("uint32_t *", popularity.ctypes.data),
             "hit_q16": c.cast("uint32_t *", hits.ctypes.data),
+            "sure_q16": c.cast("uint32_t *", sure.ctypes.data),
         },
     )
     lib.check(lib.lib.pds_engine_set_schedule(handle.pointer, schedule))
@@ -159,13 +161,38 @@ def popularity_of(plan: Plan) -> Any:
 def hit_rates(plan: Plan) -> Any:
     """uint32 [layers, phases]: hit rate of predictions for the layer, in 1/65536; a half where
     phaseper.json says nothing."""
-    out = np.full((plan.model["layers"], len(PHASES)), Q16 // 2, np.uint32)
+    return _of_predictors(plan, Q16 // 2, lambda entry: entry["hit"] * Q16)
+
+
+def draft_thresholds(plan: Plan) -> Any:
+    """uint32 [layers, phases]: how sure the predictor must be of an expert for a draft to name it,
+    in 1/65536; 0 where no net predicts.
+
+    A net's confidence at run time is the sigmoid of its logit; phaseper.json's threshold `hot` is
+    of the calibrated one, the sigmoid of logit / temperature.
+    """
+
+    def threshold(entry: dict[str, Any]) -> float:
+        if entry["chosen"] != "phaseper":
+            return 0.0
+        if entry["hot"] >= 1:
+            return Q16 + 1.0  # it is never that sure
+        logit: float = math.log(entry["hot"] / (1 - entry["hot"])) * entry["temperature"]
+        return Q16 / (1 + math.exp(-logit))
+
+    return _of_predictors(plan, 0, threshold)
+
+
+def _of_predictors(plan: Plan, default: int, value: Callable[[dict[str, Any]], float]) -> Any:
+    """uint32 [layers, phases]: a number of each entry of phaseper.json, at the layer that it
+    predicts."""
+    out = np.full((plan.model["layers"], len(PHASES)), default, np.uint32)
     if PHASEPER not in plan.files:
         return out
     try:
         for entry in json.loads(plan.read_text(PHASEPER))["layers"]:
             columns = [2] if entry["phase"] == "prefill" else [0, 1]
-            out[entry["next"], columns] = round(float(entry["hit"]) * Q16)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+            out[entry["next"], columns] = round(value(entry))
+    except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
         raise PlanError(f"{plan.path / PHASEPER}: {error!r}: recompile the model") from None
     return out

@@ -126,7 +126,8 @@ typedef struct pds_gpu_info {
 /* What crossed the link for one layer. */
 typedef struct pds_ledger {
   uint64_t loads, load_bytes;     /* on demand */
-  uint64_t prefetches;            /* experts */
+  uint64_t drafted, drafted_right; /* experts that drafts for the layer named; of these, activated */
+  uint64_t prefetches;            /* of these, those that were nowhere on the GPU and set out */
   uint64_t useful_bytes;          /* prefetched, and then activated; */
   uint64_t late_bytes;            /* of these, expected to come after the layer asked */
   uint64_t wasted_bytes;          /* prefetched and not activated: what was sent of them */
@@ -216,9 +217,12 @@ typedef struct pds_costs {
 typedef struct pds_schedule {
   const char *policy;         /* "adaptsched", ...; NULL: that one */
   const pds_costs *costs;
-  const uint32_t *popularity; /* [layers, experts of the layer that has most]; NULL: all alike */
+  const uint32_t *popularity; /* [layers, experts of the layer that has most]: share of tokens that activate each,
+                               * in 1/65536; NULL: all alike */
   const uint32_t *hit_q16;    /* [layers, 3]: hit rate of predictions for the layer, in decode, batch and
                                * prefill, in 1/65536; NULL: not known */
+  const uint32_t *sure_q16;   /* [layers, 3]: how sure its predictor must be of an expert for a draft to name it;
+                               * NULL: drafts name all that are predicted */
 } pds_schedule;
 
 typedef struct pds_session_options {

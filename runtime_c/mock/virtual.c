@@ -100,19 +100,9 @@ static bool step(int64_t limit) {
   return true;
 }
 
-static void run(int64_t to) {
+void mock_virtual_advance(int64_t to) {
   while (step(to)) continue;
   if (mock.now < to) mock.now = to;
-}
-
-/* On the way the host may become idle, and the link faster. */
-void mock_virtual_advance(int64_t to) {
-  if (mock.host_busy && to >= mock.busy_until) {
-    run(mock.busy_until);
-    mock_rate_changes(mock.now);
-    mock.host_busy = false;
-  }
-  run(to);
 }
 
 int64_t mock_virtual_next(void) {

@@ -103,6 +103,10 @@ bool pds_gpu_predicts(const pds_gpu *gpu) {
   return pds_policy_predicts(gpu->policy.policy) && gpu->residency.ring;
 }
 
+bool pds_gpu_predicts_by_nets(const pds_gpu *gpu) {
+  return gpu->policy.policy == PDS_POLICY_ADAPTSCHED || gpu->policy.policy == PDS_POLICY_PAPER;
+}
+
 pds_status pds_gpu_host_work(pds_gpu *gpu, const char *name, uint32_t n, const uint32_t *tokens) {
   if (!gpu->is_virtual) return PDS_OK;
   const int64_t end = gpu->cuda.pds_mock_host_begin(name, n, tokens);
@@ -276,8 +280,8 @@ static pds_status fill(pds_gpu *gpu) {
 
 /* Everything of the host's that a GPU needs lies in one mapping. */
 typedef struct gpu_layout {
-  uint64_t files, residency, ready, freed, demand, spec, popularity, hits, ledger, paused, dues,
-      loads, ahead, pool, scratch, total;
+  uint64_t files, residency, ready, freed, demand, spec, popularity, hits, sure, ledger, paused,
+      dues, loads, ahead, pool, scratch, total;
 } gpu_layout;
 
 static uint64_t place(uint64_t *end, uint64_t bytes) {
@@ -298,6 +302,7 @@ static gpu_layout layout_of(const pds_plan *plan, const pds_residency *r) {
   at.spec = place(&end, r->ring * sizeof(pds_transfer));
   at.popularity = place(&end, 4 * experts);
   at.hits = place(&end, 4 * 3 * (uint64_t)r->layers);
+  at.sure = place(&end, 4 * 3 * (uint64_t)r->layers);
   at.ledger = place(&end, r->layers * sizeof(pds_ledger));
   at.paused = place(&end, 4 * (uint64_t)r->layers);
   at.dues = place(&end, 3 * PDS_MAX_EXPERTS * sizeof(pds_due));
@@ -333,6 +338,7 @@ static pds_status host_part(const pds_plan *plan, const pds_programs *programs, 
   pds_gpu_policy *p = &gpu->policy;
   p->popularity = (uint32_t *)(base + at.popularity);
   p->hit_q16 = (uint32_t *)(base + at.hits);
+  p->sure_q16 = (uint32_t *)(base + at.sure);
   p->ledger = (pds_ledger *)(base + at.ledger);
   p->paused = (uint32_t *)(base + at.paused);
   p->cur = (pds_due *)(base + at.dues);

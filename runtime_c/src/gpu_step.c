@@ -179,6 +179,7 @@ pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *h
   gpu->policy.now++;
   gpu->policy.free_at = gpu->policy.elapsed = 0;
   gpu->policy.ahead = 0;
+  memset(gpu->policy.draft, 0, sizeof gpu->policy.draft);
   PDS_RETURN_IF_ERROR(send_rows(out));
   PDS_RETURN_IF_ERROR(send_tables(out));
   return launch(out, PDS_KERNEL_ROPE, 0, 0, NULL, 0);

@@ -78,6 +78,12 @@ static void settle_prefetches(placing *p, const uint8_t *activated, const pds_tr
                               uint32_t n_recalled) {
   pds_gpu_policy *policy = p->policy;
   pds_ledger *ledger = &policy->ledger[p->layer];
+  for (uint32_t e = 0; e < p->residency->experts; e++) {
+    if (!(policy->draft[e / 64] >> e % 64 & 1)) continue;
+    ledger->drafted++;
+    ledger->drafted_right += activated[e];
+  }
+  memset(policy->draft, 0, sizeof policy->draft);
   const uint64_t bytes = p->gpu->plan->layers[p->layer].experts.gate_up.stride;
   uint32_t hits = 0;
   for (uint32_t j = 0; j < policy->ahead; j++) {
@@ -156,7 +162,8 @@ static void list_activated(placing *p) {
   sort(policy->cur, p->n_cur);
 }
 
-/* The predicted experts of the next layer that are not there; those that are stay. */
+/* The next layer's draft: the experts that the predictor is sure of. Those that are not on the GPU are
+ * listed, for the decision to prefetch; those that are stay. */
 static void list_predicted(placing *p, uint32_t capacity) {
   const pds_step_ctx *host = p->step->host;
   if (!capacity || !host->predicts) return;
@@ -165,6 +172,7 @@ static void list_predicted(placing *p, uint32_t capacity) {
   const uint32_t picks = pds_predicting(host) * gate->top_k;
   const int32_t *id = pds_buf(host, PDS_BUF_PREDICT_ID);
   const float *weight = pds_buf(host, PDS_BUF_PREDICT_W);
+  const double least = p->policy->sure_q16[3 * target + p->program->phase];
   uint32_t count[PDS_MAX_EXPERTS];
   double sum[PDS_MAX_EXPERTS];
   memset(count, 0, gate->experts * sizeof *count);
@@ -175,6 +183,9 @@ static void list_predicted(placing *p, uint32_t capacity) {
   }
   for (uint32_t e = 0; e < gate->experts; e++) {
     if (!count[e]) continue;
+    const double sure = sum[e] / count[e] * 65536;
+    if (sure < least) continue;
+    p->policy->draft[e / 64] |= (uint64_t)1 << e % 64;
     uint64_t tokens = (uint64_t)count[e] * host->predict_step;
     if (tokens > host->rows) tokens = host->rows;
     const int32_t slot = pds_slot_of(p->residency, target, e);
@@ -185,7 +196,6 @@ static void list_predicted(placing *p, uint32_t capacity) {
       continue;
     }
     /* In decode tokens say nothing: how sure the predictor is ranks them. */
-    const double sure = sum[e] / count[e] * 65536;
     p->policy->next[p->n_next++] =
         (pds_due){.expert = e,
                   .tokens = (uint32_t)tokens,

@@ -75,6 +75,7 @@ pds_status pds_engine_set_schedule(pds_engine *engine, const pds_schedule *sched
   for (uint32_t i = 0; i < 3 * r->layers; i++) {
     const uint32_t hit = schedule->hit_q16 ? schedule->hit_q16[i] : 65536 / 2;
     p->hit_q16[i] = hit < 65536 ? hit : 65536;
+    p->sure_q16[i] = schedule->sure_q16 ? schedule->sure_q16[i] : 0;
   }
   memset(p->ledger, 0, r->layers * sizeof *p->ledger);
   memset(p->paused, 0, r->layers * sizeof *p->paused);

@@ -949,6 +949,21 @@ def test_wall_times_are_close(library: Driver) -> None:
     library.configure("reset")
 
 
+def test_wall_work_counts_from_what_it_waited_for(library: Driver) -> None:
+    gpu = library
+    gpu.configure("reset; clock=wall; kernel.mix.base=20ms")
+    gpu.open()
+    a, b, to = gpu.stream(), gpu.stream(), gpu.alloc(1)
+    assert gpu.launch("mix", a, to) == "CUDA_SUCCESS"
+    first = mark(gpu, a)
+    gpu.ok.cuStreamWaitEvent(b, first, 0)
+    assert gpu.launch("mix", b, to) == "CUDA_SUCCESS"
+    second = mark(gpu, b)
+    gpu.ok.cuEventSynchronize(second)
+    assert when(gpu, second) - when(gpu, first) >= 20_000_000
+    gpu.configure("reset")
+
+
 def test_wall_copies_are_served_in_order(library: Driver) -> None:
     """Of eight streams that wait for the link, the one that was ready first."""
     gpu = library
