@@ -38,14 +38,15 @@ from pdscope.ir.encode import decode
 from pdscope.ir.graph_text import parse_graph
 from pdscope.ir.isa import PHASE_ROWS, Kind, Phase, SlotKind
 from pdscope.ir.program import Program
-from pdscope.placement import Q16, hit_rates, popularity_of
+from pdscope.placement import Q16, draft_thresholds, hit_rates, popularity_of
 from pdscope.plan import PHASES, Plan
 from pdscope.routing_trace import RoutingTrace
 
 
 @dataclass(frozen=True)
 class Subject:
-    """popularity [layers, experts], hits [layers, phases]: as decisions read them."""
+    """popularity [layers, experts], hits and sure [layers, phases]: as decisions read them
+    (pds_schedule of pdscope.h)."""
 
     name: str
     model: LoweredModel
@@ -55,6 +56,7 @@ class Subject:
     programs: tuple[Program, ...]
     popularity: NDArray[np.uint32]
     hits: NDArray[np.uint32]
+    sure: NDArray[np.uint32]
 
     @classmethod
     def of_plan(cls, plan: Plan) -> "Subject":
@@ -80,6 +82,7 @@ class Subject:
             tuple(decode(plan.read_bytes(PROGRAMS))),
             popularity_of(plan),
             hit_rates(plan),
+            draft_thresholds(plan),
         )
 
     @classmethod
@@ -106,6 +109,7 @@ class Subject:
             *(model, memory, gpu, policy, ()),
             np.zeros((layers, experts), np.uint32),
             np.full((layers, len(PHASES)), Q16 // 2, np.uint32),
+            np.zeros((layers, len(PHASES)), np.uint32),
         )
 
     @property
