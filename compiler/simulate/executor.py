@@ -172,6 +172,8 @@ class Executor:
                 self._host_work("cpu.embed", [step.rows])
                 self._small(H2D, 4 * step.rows * self.subject.hidden, "hidden")
             case Opcode.PREDICT:
+                if not self.placement.predicts:
+                    return 0
                 self._wait_for_routes()
                 self._host_work("cpu.predict", [step.rows])
             case Opcode.EXPERT if instr.queue is Queue.CPU:

@@ -67,6 +67,8 @@ class Ledger:
 
     loads: int = 0
     load_bytes: int = 0
+    drafted: int = 0
+    drafted_right: int = 0
     prefetches: int = 0
     useful_bytes: int = 0
     late_bytes: int = 0
@@ -103,16 +105,18 @@ class Placement:
         # The link as decisions see it: never asked of the device.
         self.free_at = self.elapsed = 0
         self.ahead: list[int] = []  # experts prefetched for the next layer, in order
+        self.draft: set[int] = set()  # experts that the next layer is expected to activate
 
     @property
     def predicts(self) -> bool:
         """Whether steps predict at all."""
-        return self.policy is not Policy.STATIC and self.ring.size > 0
+        return self.policy.predictor is not None and self.ring.size > 0
 
     def begin_step(self) -> None:
         self.now += 1
         self.free_at = self.elapsed = 0
         self.ahead = []
+        self.draft = set()
 
     def end_step(self, unsent: Sequence[Transfer]) -> None:
         """`unsent`: prefetches that nobody asked for any more."""
@@ -199,6 +203,9 @@ class _Recompile:
         ledger, size = p.ledger[self.layer], p.subject.expert_bytes[self.layer]
         hits = 0
         activated = set(self.activated)
+        ledger.drafted += len(p.draft)
+        ledger.drafted_right += len(p.draft & activated)
+        p.draft = set()
         for j, e in enumerate(p.ahead):
             sent = recalled[e].issued if e in recalled else size
             ledger.prefetches += 1
@@ -257,7 +264,8 @@ class _Recompile:
         self.cur = ascending(cur)
 
     def _list_predicted(self) -> None:
-        """The next layer's experts that are not there; those that are stay."""
+        """The next layer's draft: the experts that the predictor is sure of. Those that are not
+        there are listed; those that are stay."""
         p, ring, target = self.p, self.p.ring, self.layer + 1
         stride = -(-self.step.rows // p.subject.memory.predict_rows)
         ids = self.routes.predicted[::stride].ravel()
@@ -267,9 +275,14 @@ class _Recompile:
         counts = np.bincount(ids).tolist() if len(ids) else []
         sums = np.bincount(ids, weights=sure.astype(np.float64)).tolist() if len(ids) else []
         dues = []
+        least = float(p.subject.sure[target, self.phase])
         for e, count in enumerate(counts):
             if not count:
                 continue
+            mean = sums[e] / count * ONE_Q16
+            if mean < least:
+                continue
+            p.draft.add(e)
             tokens = min(count * stride, self.step.rows)
             slot = ring.slot_of.get((target, e))
             if slot is not None or e in p.hot[target]:
@@ -277,7 +290,6 @@ class _Recompile:
                     ring.kept[slot] = AHEAD
                 self.next_gpu += p.costs.gpu_expert.at(tokens)
                 continue
-            mean = sums[e] / count * ONE_Q16
             dues.append(Due(e, tokens, min(max(int(mean), 0), ONE_Q16)))
         self.next = ascending(dues)
 

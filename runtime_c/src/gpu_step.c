@@ -235,6 +235,7 @@ static pds_status on_cpu(pds_gpu_step *step, const pds_instr *in, uint32_t *out_
     PDS_RETURN_IF_ERROR(pds_gpu_host_work(step->gpu, "cpu.embed", 1, rows));
     return to_device(step, PDS_BUF_HID, 4 * host->rows * hidden_bytes(step->gpu->plan));
   case PDS_OP_PREDICT:
+    if (!host->predicts) return PDS_OK;
     PDS_RETURN_IF_ERROR(wait_for_routes(step));
     pds_op_predict(host, step->layer);
     return pds_gpu_host_work(step->gpu, "cpu.predict", 1, rows);

@@ -23,6 +23,10 @@ int32_t pds_policy_keeps(uint32_t policy) {
          policy != PDS_POLICY_FIDDLER;
 }
 
+int32_t pds_policy_predicts(uint32_t policy) {
+  return pds_policy_keeps(policy) && policy != PDS_POLICY_LRU;
+}
+
 /* Recently used, often used, soon used: each in 1/65536. */
 static uint32_t apex_worth(const pds_cached *slot, uint32_t layer, uint32_t n_layers,
                            uint32_t age) {
