@@ -140,7 +140,8 @@ def optimum(given: Inputs) -> Ends:
     Exhaustive over the sets loaded in layer l and those loaded for the next one, at most 12 experts
     each. Not tried, because never better: any order but hottest first (the transfers are equally
     long, so in both chains the longest GPU time goes first); a prefetch less than the slots hold
-    when the expert is loaded anyway, but for a slot left to the next layer's stream; and, of two sets of one size in layer l, the one that ends
+    when the expert is loaded anyway, but for a slot left to the next layer's stream; and, of two
+    sets of one size in layer l, the one that ends
     later, if no expert's GPU time exceeds its transfer (otherwise both are tried).
 
     Raises ValueError for more experts.
