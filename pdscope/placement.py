@@ -67,6 +67,7 @@ class GpuInfo:
     weight_bytes: int
     slot_bytes: int
     expert_bytes: int
+    recompile_us: dict[str, float | None]  # mean time of a layer's, by phase; None: there was none
 
 
 def gpu_info(handle: EngineHandle) -> GpuInfo | None:
@@ -79,6 +80,10 @@ def gpu_info(handle: EngineHandle) -> GpuInfo | None:
     return GpuInfo(
         name=handle.library.text(info.name),
         pinned=bool(info.pinned),
+        recompile_us={
+            phase: round(ns / n / 1e3, 2) if n else None
+            for phase, n, ns in zip(PHASES, info.recompiles, info.recompile_ns, strict=True)
+        },
         **{name: int(getattr(info, name)) for name in numbers},
     )
 

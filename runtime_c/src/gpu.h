@@ -118,10 +118,11 @@ typedef struct pds_gpu_policy {
   /* The link as decisions see it: what is queued, and how long each takes; never asked of the driver. */
   int64_t free_at; /* from the last decision: when the link has moved all on-demand loads */
   int64_t elapsed; /* what this layer and the next attention are expected to take */
-  uint64_t draft[PDS_MAX_EXPERTS / 64]; /* experts that the next layer is expected to activate */
-  uint32_t ahead;                       /* prefetches behind them */
-  uint16_t *ahead_expert;               /* [ring], in order */
-  uint32_t now;                         /* steps */
+  uint64_t draft[PDS_MAX_EXPERTS / 64];    /* experts that the next layer is expected to activate */
+  uint32_t ahead;                          /* prefetches behind them */
+  uint16_t *ahead_expert;                  /* [ring], in order */
+  uint32_t now;                            /* steps */
+  uint64_t recompiles[3], recompile_ns[3]; /* pds_gpu_info */
 } pds_gpu_policy;
 
 struct pds_gpu {

@@ -4,6 +4,7 @@
 
 #include "gpu.h"
 #include "net.h"
+#include "trace.h"
 
 /* --- launching --- */
 
@@ -286,13 +287,22 @@ static pds_status on_gpu(pds_gpu_step *step, const pds_program *program, const p
   }
 }
 
+static pds_status recompile(pds_gpu_step *step, const pds_program *program, const pds_instr *in) {
+  pds_gpu_policy *policy = &step->gpu->policy;
+  const uint64_t begin = pds_now_ns();
+  PDS_RETURN_IF_ERROR(pds_gpu_recompile(step, program, in));
+  policy->recompiles[program->phase]++;
+  policy->recompile_ns[program->phase] += pds_now_ns() - begin;
+  return PDS_OK;
+}
+
 pds_status pds_gpu_instr(pds_gpu_step *step, const pds_program *program, const pds_instr *in,
                          uint32_t *out_experts) {
   step->layer = program->layer < 0 ? 0 : (uint32_t)program->layer;
   switch (in->opcode) {
   case PDS_OP_RECOMPILE:
     PDS_RETURN_IF_ERROR(wait_for_routes(step));
-    PDS_RETURN_IF_ERROR(pds_gpu_recompile(step, program, in));
+    PDS_RETURN_IF_ERROR(recompile(step, program, in));
     break;
   case PDS_OP_LOAD:
   case PDS_OP_PREFETCH: break; /* recompile has queued them: the pump below sends them out */

@@ -112,5 +112,7 @@ pds_status pds_engine_get_gpu(const pds_engine *engine, pds_gpu_info *out_info) 
                                            gpu->expert_bytes,
                              .expert_bytes = gpu->expert_bytes,
                              .name = gpu->name};
+  memcpy(out_info->recompiles, gpu->policy.recompiles, sizeof out_info->recompiles);
+  memcpy(out_info->recompile_ns, gpu->policy.recompile_ns, sizeof out_info->recompile_ns);
   return PDS_OK;
 }
