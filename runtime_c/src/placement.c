@@ -58,7 +58,9 @@ static uint32_t popularity_of(const placing *p, uint32_t layer, uint32_t expert)
   return p->policy->popularity[(size_t)layer * p->residency->experts + expert];
 }
 
+/* Sum of an expert's routing weights, for the policies that look at it. */
 static uint32_t weight_of(const placing *p, const pds_hole *hole) {
+  if (p->policy->policy != PDS_POLICY_HYBRIMOE && p->policy->policy != PDS_POLICY_APEX) return 0;
   const float *weight = pds_buf(p->step->host, PDS_BUF_ROUTE_W);
   const int32_t *sorted = pds_buf(p->step->host, PDS_BUF_EXPERT_ROWS);
   double sum = 0;
