@@ -100,8 +100,12 @@ class Study:
         costs = self.table.costs()
         subject = self.subject
         if not subject.programs or policy != subject.policy:
-            known = trace if routing.file else self._made(
-                replace(routing, prompt=max(512, routing.prompt)), routing.seed + _OTHER
+            known = (
+                trace
+                if routing.file
+                else self._made(
+                    replace(routing, prompt=max(512, routing.prompt)), routing.seed + _OTHER
+                )
             )
             layers = len(subject.model.layers)
             subject = subject.with_policy(policy, routing_of(known, layers), costs)
@@ -126,7 +130,8 @@ class Study:
         prompts = [routing.prompt]
         if not routing.prompt and routing.tokens:
             prompts = [0]
-        return synthetic.made(self.shape(), prompts, routing.tokens, chunk, seed=seed)
+        skew = synthetic.MEASURED.get(self.subject.model.architecture, synthetic.DEFAULT)
+        return synthetic.made(self.shape(), prompts, routing.tokens, chunk, skew, seed)
 
 
 def _table(machine: str, subject: Subject) -> CostTable:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from pdscope.compiler import target as targets
 from pdscope.compiler.costs import ModelKey, model_key
-
 from pdscope.compiler.lowered import LoweredModel, ceil_to
 from pdscope.compiler.passes.gpu_programs import ExpertSlots, gpu_programs
 from pdscope.compiler.passes.hot_experts import (
