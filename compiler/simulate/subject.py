@@ -140,6 +140,10 @@ class Subject:
             self, gpu=gpu, policy=policy, programs=tuple(programs), popularity=popularity
         )
 
+    def with_hits(self, accuracy: float) -> "Subject":
+        """As if phaseper.json said that predictions hit so often, from 0 to 1."""
+        return replace(self, hits=np.full_like(self.hits, round(accuracy * Q16)))
+
     # --- what the executor asks ---
 
     def phase_of(self, rows: int) -> Phase:

@@ -150,12 +150,12 @@ def main(
     routing = Routing(trace_file, prompt, tokens, accuracy, seed)
     names = policies or (study.subject.policy,)
     with CompileProgress(quiet=as_json) as progress:
-        trace = study.trace(routing)
+        trace, hits = study.trace(routing)
         progress.start("simulate", len(names) * len(trace.position), "rows")
         runs = []
         for i, name in enumerate(names):
             keep = perfetto is not None and i == 0
-            runs.append(study.run(name, trace, routing, keep, progress.advance))
+            runs.append(study.run(name, trace, routing, hits, keep, progress.advance))
     if perfetto is not None:
         write_timeline(runs[0][1], perfetto, study.subject.name)
     reports = [report for report, _ in runs]
