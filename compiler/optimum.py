@@ -140,7 +140,8 @@ def optimum(given: Inputs) -> Ends:
     Exhaustive over the sets loaded in layer l and those loaded for the next one, at most 12 experts
     each. Not tried, because never better: any order but hottest first (the transfers are equally
     long, so in both chains the longest GPU time goes first); a prefetch less than the slots hold
-    when the expert is loaded anyway; and, of two sets of one size in layer l, the one that ends
+    when the expert is loaded anyway, but for a slot left to the next layer's stream; and, of two
+    sets of one size in layer l, the one that ends
     later, if no expert's GPU time exceeds its transfer (otherwise both are tried).
 
     Raises ValueError for more experts.
@@ -180,9 +181,14 @@ class _Following:
         self.slow_gpu = longest + given.gpu_start > given.io_expert
 
     def least(self, now: int, link: int, n_on: int) -> int:
-        """Of a layer whose gate output is known at `now`; the link owes until `link`."""
+        """Of a layer whose gate output is known at `now`; the link owes until `link`. Prefetches
+        that take every slot leave none to a stream of loads, so one less is tried as well."""
+        room = self.given.room_pre(n_on)
+        rooms = (room, room - 1) if room and self.given.stream else (room,)
+        return min(self._least(now, link, room) for room in rooms)
+
+    def _least(self, now: int, link: int, room: int) -> int:
         given, m = self.given, self.gpu.shape[1]
-        room = given.room_pre(n_on)
         start = link if link > 0 else given.io_start  # as two_layers: idle only from the beginning
         io = given.io_expert
         fetched = start + (np.arange(m) + 1) * io

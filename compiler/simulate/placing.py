@@ -99,6 +99,8 @@ class Placement:
         self.ring = Ring(policy, subject.ring, self.layers)
         self.hits = subject.hits.astype(np.int64)
         self.popularity = subject.popularity.astype(np.int64)
+        self.score = self.popularity.copy()  # of every expert, when it was last activated,
+        self.seen = np.zeros_like(self.score)  # and the step of that
         self.paused = [0] * self.layers
         self.ledger = [Ledger() for _ in range(self.layers)]
         self.now = 0  # steps
@@ -111,6 +113,18 @@ class Placement:
     def predicts(self) -> bool:
         """Whether steps predict at all."""
         return self.policy.predictor is not None and self.ring.size > 0
+
+    def activate(self, layer: int, expert: int, weight: int) -> int:
+        """The score of an expert that was activated, in a slot or not."""
+        old, age = int(self.score[layer, expert]), self.now - int(self.seen[layer, expert])
+        self.score[layer, expert] = score(self.policy, old, weight, age)
+        self.seen[layer, expert] = self.now
+        return int(self.score[layer, expert])
+
+    def label(self, slot: int, layer: int, expert: int) -> None:
+        """A slot that an expert was just given."""
+        self.ring.score[slot] = self.score[layer, expert]
+        self.ring.used[slot] = self.seen[layer, expert]
 
     def begin_step(self) -> None:
         self.now += 1
@@ -243,6 +257,7 @@ class _Recompile:
         order = {e: j for j, e in enumerate(p.ahead)}
         for e in self.activated:
             due = self._due(e)
+            score_now = p.activate(self.layer, e, due.weight // self.step.rows)
             slot = ring.slot_of.get((self.layer, e))
             if slot is None and e not in p.hot[self.layer]:
                 cur.append(due)
@@ -251,7 +266,7 @@ class _Recompile:
                 ring.kept[slot] = IN_USE
                 ring.used[slot] = p.now
                 ring.popularity[slot] = due.popularity
-                ring.score[slot] = score(int(ring.score[slot]), due.weight)
+                ring.score[slot] = score_now
                 if e in order and p.arrival(order[e]) > 0:
                     late.add(e)
                     continue
@@ -384,6 +399,7 @@ class _Recompile:
                 ring.assign(slot, self.layer, e, popularity, p.now)
             else:
                 break
+            p.label(slot, self.layer, e)
             hole = Hole(e, self.rows[e], slot)
             bound.gpu.append(hole)
             self.link.load(Transfer(self.layer, e, slot, i >= len(taken), hole))
@@ -399,5 +415,6 @@ class _Recompile:
             slot = p.ring.take(target, load.expert, popularity, AHEAD, p.now)
             if slot is None:
                 return
+            p.label(slot, target, load.expert)
             self.link.prefetch(Transfer(target, load.expert, slot))
             p.ahead.append(load.expert)

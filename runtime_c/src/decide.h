@@ -125,8 +125,8 @@ typedef struct pds_cached {
   int32_t layer;       /* -1: the slot is empty */
   uint32_t expert;
   uint32_t popularity;
-  uint32_t used;       /* step in which it was last activated or loaded */
-  uint32_t score;      /* its routing weights, a decaying mean in 1/65536: see pds_score */
+  uint32_t used;       /* step in which it was last activated */
+  uint32_t score;      /* in 1/65536, when it was last activated: see pds_score */
   uint32_t kept;       /* not 0: may not be taken now (in use, on its way, or prefetched and not yet asked for) */
 } pds_cached;
 
@@ -142,8 +142,12 @@ int32_t pds_policy_keeps(uint32_t policy);
 /* Not 0: the policy prefetches, so it asks what the next layer's experts will be. */
 int32_t pds_policy_predicts(uint32_t policy);
 
-/* A cached expert's score after a step in which its routing weight was `weight` (0: not activated). */
-uint32_t pds_score(uint32_t score, uint32_t weight);
+/* An expert's score when its layer activates it, with this routing weight, `age` steps after the last time.
+ * hybrimoe's is the mean of its weights over about 8 steps, the others' the part of about 32 steps that
+ * activated it. It decays by itself: pds_victim counts what is left of it. The caller keeps one for every
+ * expert of every layer, in a slot or not, which begins as its popularity: those that lose their history
+ * with their slot are taken in and thrown out again. */
+uint32_t pds_score(uint32_t policy, uint32_t score, uint32_t weight, uint32_t age);
 
 /* The curve at `tokens` (at most PDS_MAX_ROWS). */
 int64_t pds_cost_at(const pds_cost_curve *curve, uint32_t tokens);

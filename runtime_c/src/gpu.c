@@ -280,8 +280,8 @@ static pds_status fill(pds_gpu *gpu) {
 
 /* Everything of the host's that a GPU needs lies in one mapping. */
 typedef struct gpu_layout {
-  uint64_t files, residency, ready, freed, demand, spec, popularity, hits, sure, ledger, paused,
-      dues, loads, ahead, pool, scratch, total;
+  uint64_t files, residency, ready, freed, demand, spec, popularity, score, seen, hits, sure,
+      ledger, paused, dues, loads, ahead, pool, scratch, total;
 } gpu_layout;
 
 static uint64_t place(uint64_t *end, uint64_t bytes) {
@@ -301,6 +301,8 @@ static gpu_layout layout_of(const pds_plan *plan, const pds_residency *r) {
   at.demand = place(&end, (PDS_MAX_EXPERTS + r->ring) * sizeof(pds_transfer));
   at.spec = place(&end, r->ring * sizeof(pds_transfer));
   at.popularity = place(&end, 4 * experts);
+  at.score = place(&end, 4 * experts);
+  at.seen = place(&end, 4 * experts);
   at.hits = place(&end, 4 * 3 * (uint64_t)r->layers);
   at.sure = place(&end, 4 * 3 * (uint64_t)r->layers);
   at.ledger = place(&end, r->layers * sizeof(pds_ledger));
@@ -337,6 +339,8 @@ static pds_status host_part(const pds_plan *plan, const pds_programs *programs, 
   gpu->link.spec = (pds_transfers){.at = (pds_transfer *)(base + at.spec), .room = r.ring};
   pds_gpu_policy *p = &gpu->policy;
   p->popularity = (uint32_t *)(base + at.popularity);
+  p->score = (uint32_t *)(base + at.score);
+  p->seen = (uint32_t *)(base + at.seen);
   p->hit_q16 = (uint32_t *)(base + at.hits);
   p->sure_q16 = (uint32_t *)(base + at.sure);
   p->ledger = (pds_ledger *)(base + at.ledger);

@@ -107,6 +107,8 @@ typedef struct pds_gpu_policy {
   uint32_t policy;
   pds_costs costs;
   uint32_t *popularity; /* [layers][experts] */
+  uint32_t *score;      /* [layers][experts]: pds_score, when the expert was last activated, */
+  uint32_t *seen;       /* and the step of that */
   uint32_t *hit_q16;  /* [layers][3]: of prefetches for the layer, by phase; follows what happens */
   uint32_t *sure_q16; /* [layers][3]: pds_schedule.sure_q16 */
   pds_ledger *ledger; /* [layers] */

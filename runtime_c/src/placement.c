@@ -115,6 +115,27 @@ static void settle_prefetches(placing *p, const uint8_t *activated, const pds_tr
   ledger->pauses++;
 }
 
+static size_t expert_at(const placing *p, uint32_t layer, uint32_t expert) {
+  return (size_t)layer * p->residency->experts + expert;
+}
+
+/* An activated expert's score, which it has with or without a slot. */
+static uint32_t score_of(placing *p, const pds_due *due) {
+  pds_gpu_policy *policy = p->policy;
+  const size_t at = expert_at(p, p->layer, due->expert);
+  policy->score[at] = pds_score(policy->policy, policy->score[at],
+                                due->weight / p->step->host->rows, policy->now - policy->seen[at]);
+  policy->seen[at] = policy->now;
+  return policy->score[at];
+}
+
+/* A slot that an expert was just given. */
+static void label(placing *p, int32_t slot, uint32_t layer, uint32_t expert) {
+  pds_cached *cached = pds_cached_of(p->residency, slot);
+  cached->score = p->policy->score[expert_at(p, layer, expert)];
+  cached->used = p->policy->seen[expert_at(p, layer, expert)];
+}
+
 /* cur and res of the running layer; who is there is in use from now on. */
 static void list_activated(placing *p) {
   const pds_step_ctx *host = p->step->host;
@@ -127,6 +148,7 @@ static void list_activated(placing *p) {
                          .popularity = popularity_of(p, p->layer, hole->expert),
                          .weight = weight_of(p, hole)};
     const int32_t slot = pds_slot_of(p->residency, p->layer, hole->expert);
+    const uint32_t score = score_of(p, &due);
     p->hole_of[hole->expert] = (uint16_t)i;
     if (slot == PDS_NO_SLOT) {
       policy->cur[p->n_cur++] = due;
@@ -140,7 +162,7 @@ static void list_activated(placing *p) {
       cached->kept = PDS_KEPT_IN_USE;
       cached->used = policy->now;
       cached->popularity = due.popularity;
-      cached->score = pds_score(cached->score, due.weight);
+      cached->score = score;
     }
     if (is_late)
       late[n_late++] = i;
@@ -336,6 +358,7 @@ static uint32_t bind_loads(placing *p, const pds_decision *d) {
       pds_slot_assign(p->residency, slot = taken[i % n], p->layer, e, popularity, policy->now);
     else
       return i;
+    label(p, slot, p->layer, e);
     const pds_transfer t = {
         .layer = p->layer, .expert = e, .slot = slot, .again = i >= n, .hole = bind(p, e, slot)};
     pds_link_load(p->gpu, &t);
@@ -353,6 +376,7 @@ static void bind_prefetches(placing *p, const pds_decision *d, uint32_t capacity
         pds_slot_take(p->residency, policy->policy, p->layer + 1, e,
                       popularity_of(p, p->layer + 1, e), PDS_KEPT_AHEAD, policy->now);
     if (slot == PDS_NO_SLOT) return;
+    label(p, slot, p->layer + 1, e);
     const pds_transfer t = {.layer = p->layer + 1, .expert = e, .slot = slot};
     pds_link_prefetch(p->gpu, &t);
     policy->ahead_expert[policy->ahead++] = (uint16_t)e;

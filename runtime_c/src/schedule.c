@@ -71,7 +71,8 @@ pds_status pds_engine_set_schedule(pds_engine *engine, const pds_schedule *sched
   p->policy = policy;
   p->costs = *schedule->costs;
   for (size_t i = 0; i < (size_t)r->layers * r->experts; i++)
-    p->popularity[i] = schedule->popularity ? schedule->popularity[i] : 0;
+    p->score[i] = p->popularity[i] = schedule->popularity ? schedule->popularity[i] : 0;
+  for (size_t i = 0; i < (size_t)r->layers * r->experts; i++) p->seen[i] = p->now;
   for (uint32_t i = 0; i < 3 * r->layers; i++) {
     const uint32_t hit = schedule->hit_q16 ? schedule->hit_q16[i] : 65536 / 2;
     p->hit_q16[i] = hit < 65536 ? hit : 65536;
