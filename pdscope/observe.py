@@ -102,6 +102,10 @@ def _event(event: Any) -> TapEvent:
             return None
         return np.frombuffer(c.buffer(pointer, rows * cols * 4), dtype).reshape(rows, cols)
 
+    def of_rows(pointer: Any) -> NDArray[np.int32] | None:
+        array = view(pointer, np.int32, 1)
+        return None if array is None else array[:, 0]
+
     data = view(event.data, np.float32)
     return TapEvent(
         layer=event.layer,
@@ -111,7 +115,7 @@ def _event(event: Any) -> TapEvent:
         data=np.empty((0, 0), np.float32) if data is None else data,
         ids=view(event.ids, np.int32),
         predicted=view(event.predicted, np.int32, predicted_cols),
-        position=None if event.position == c.NULL else view(event.position, np.int32, 1).ravel(),
-        seq=None if event.seq == c.NULL else view(event.seq, np.int32, 1).ravel(),
+        position=of_rows(event.position),
+        seq=of_rows(event.seq),
         logits=int(event.n_logits),
     )

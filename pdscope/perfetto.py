@@ -34,9 +34,7 @@ def write_events(
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _write_to(
-    target: Path, events: Iterable[dict[str, Any]], about: Mapping[str, Any]
-) -> None:
+def _write_to(target: Path, events: Iterable[dict[str, Any]], about: Mapping[str, Any]) -> None:
     if target.exists() and not target.is_file():  # a device or a pipe: not to be replaced
         with target.open("w", encoding="utf-8") as file:
             _write(file, events, about)

@@ -212,7 +212,7 @@ class Recorder:
     def trace(self) -> RoutingTrace:
         """What was recorded. Raises InputError if nothing was."""
         # A step that failed has not come to its last layer.
-        layers = sorted(max(self._routes, key=len, default={}))
+        layers = sorted({layer for routes in self._routes for layer in routes})
         whole = [i for i, routes in enumerate(self._routes) if len(routes) == len(layers)]
         if not layers:
             raise InputError("routing: no step with experts was run, so there is nothing to save")

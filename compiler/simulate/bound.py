@@ -33,7 +33,8 @@ def step_bound(placement: Placement, timing: Timing, step: Step) -> int:
             continue
         counts = np.bincount(step.layers[layer].ids.ravel())
         experts = np.flatnonzero(counts).tolist()
-        there, away = [], []
+        there: list[int] = []
+        away: list[int] = []
         for e in experts:
             on_gpu = e in placement.hot[layer] or (layer, e) in placement.ring.slot_of
             (there if on_gpu else away).append(int(counts[e]))

@@ -178,7 +178,7 @@ class Gpu:
         """What happens next, unless it is later than `limit`."""
         ends: Op | None = None
         starts: Op | None = None
-        ends_in = starts_in = self._streams[0]
+        ends_in = self._streams[0]
         start_at = 0
         for stream in self._streams:
             if not stream.queue:
@@ -194,7 +194,7 @@ class Gpu:
             if starts is None or (at, op.kind <= D2H, op.ready, op.seq) < (
                 *(start_at, starts.kind <= D2H, starts.ready, starts.seq),
             ):
-                starts, starts_in, start_at = op, stream, at
+                starts, start_at = op, at
         if ends is not None and (starts is None or ends.end <= start_at):
             if ends.end > limit:
                 return False

@@ -67,7 +67,6 @@ class StepRecord:
     cpu_busy: int
     h2d_busy: int
     layers: tuple[LayerRecord, ...]
-    bound: Bound | None = None
 
 
 class Executor:
@@ -109,8 +108,8 @@ class Executor:
             self._program(epilogue)
         self.placement.end_step(self.link.end_step())
         self.gpu.drain()
-        spent = [after - before for before, after in zip(busy, self._busy(), strict=True)]
-        return StepRecord(phase, step.rows, begin, self.gpu.now, *spent, tuple(layers))
+        gpu, cpu, h2d = (after - before for before, after in zip(busy, self._busy(), strict=True))
+        return StepRecord(phase, step.rows, begin, self.gpu.now, gpu, cpu, h2d, tuple(layers))
 
     def _busy(self) -> tuple[int, int, int]:
         return self.gpu.busy_ns[0], self.gpu.busy_ns[1], self.gpu.engines[H2D].busy

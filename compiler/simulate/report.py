@@ -127,7 +127,7 @@ def _layers(steps: Sequence[StepRecord]) -> Iterator[LayerTime]:
         n = len(found)
 
         def mean(name: str, found: list[tuple[int, LayerRecord]] = found) -> float:
-            return sum(getattr(layer, name) for _, layer in found) / len(found)
+            return float(sum(getattr(layer, name) for _, layer in found) / len(found))
 
         names = ("ready", "late", "loads", "cpu", "prefetches")
         yield LayerTime(number, sum(ns for ns, _ in found) // n, *map(mean, names))

@@ -75,8 +75,9 @@ class Study:
         m = self.table.machine
         return f"{m.gpu}, {m.link}, {m.cpu} ({self.table.source})"
 
-    def trace(self, routing: Routing) -> RoutingTrace:
-        """What is replayed. Raises InputError for one of another model."""
+    def trace(self, routing: Routing) -> tuple[RoutingTrace, float | None]:
+        """What is replayed, and how often its predictions are right, if they were made up. Raises
+        InputError for one of another model."""
         if routing.file is None:
             trace = self._made(routing, routing.seed)
         else:
@@ -84,27 +85,35 @@ class Study:
             check_fits(self.subject, trace)
         if routing.accuracy is not None or not trace.predicts:
             accuracy = ACCURACY if routing.accuracy is None else routing.accuracy
-            trace = synthetic.with_predictions(trace, accuracy, routing.seed)
-        return trace
+            return synthetic.with_predictions(trace, accuracy, routing.seed), accuracy
+        return trace, None
 
     def run(
         self,
         policy: str,
         trace: RoutingTrace,
         routing: Routing,
+        hits: float | None = None,
         keep: bool = False,
         progress: Callable[[int], None] = lambda _: None,
     ) -> tuple[Report, Executor]:
-        """The trace under a policy. Experts that stay are a plan's own, where the policy has as
+        """The trace under a policy. hits: how often predictions hit, as phaseper.json would say;
+        None: as the plan's says. Experts that stay are a plan's own, where the policy has as
         many, else those that another text, or the trace itself if it was recorded, activates."""
         costs = self.table.costs()
         subject = self.subject
         if not subject.programs or policy != subject.policy:
-            known = trace if routing.file else self._made(
-                replace(routing, prompt=max(512, routing.prompt)), routing.seed + _OTHER
+            known = (
+                trace
+                if routing.file
+                else self._made(
+                    replace(routing, prompt=max(512, routing.prompt)), routing.seed + _OTHER
+                )
             )
             layers = len(subject.model.layers)
             subject = subject.with_policy(policy, routing_of(known, layers), costs)
+        if hits is not None:
+            subject = subject.with_hits(hits)
         return simulate(subject, self.timing(), costs, policy, trace, keep, progress)
 
     def timing(self) -> Tabled:
@@ -126,7 +135,8 @@ class Study:
         prompts = [routing.prompt]
         if not routing.prompt and routing.tokens:
             prompts = [0]
-        return synthetic.made(self.shape(), prompts, routing.tokens, chunk, seed=seed)
+        skew = synthetic.MEASURED.get(self.subject.model.architecture, synthetic.DEFAULT)
+        return synthetic.made(self.shape(), prompts, routing.tokens, chunk, skew, seed)
 
 
 def _table(machine: str, subject: Subject) -> CostTable:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from pdscope.compiler import target as targets
 from pdscope.compiler.costs import ModelKey, model_key
-
 from pdscope.compiler.lowered import LoweredModel, ceil_to
 from pdscope.compiler.passes.gpu_programs import ExpertSlots, gpu_programs
 from pdscope.compiler.passes.hot_experts import (
@@ -140,6 +139,10 @@ class Subject:
         return replace(
             self, gpu=gpu, policy=policy, programs=tuple(programs), popularity=popularity
         )
+
+    def with_hits(self, accuracy: float) -> "Subject":
+        """As if phaseper.json said that predictions hit so often, from 0 to 1."""
+        return replace(self, hits=np.full_like(self.hits, round(accuracy * Q16)))
 
     # --- what the executor asks ---
 

@@ -150,12 +150,12 @@ def main(
     routing = Routing(trace_file, prompt, tokens, accuracy, seed)
     names = policies or (study.subject.policy,)
     with CompileProgress(quiet=as_json) as progress:
-        trace = study.trace(routing)
+        trace, hits = study.trace(routing)
         progress.start("simulate", len(names) * len(trace.position), "rows")
         runs = []
         for i, name in enumerate(names):
             keep = perfetto is not None and i == 0
-            runs.append(study.run(name, trace, routing, keep, progress.advance))
+            runs.append(study.run(name, trace, routing, hits, keep, progress.advance))
     if perfetto is not None:
         write_timeline(runs[0][1], perfetto, study.subject.name)
     reports = [report for report, _ in runs]
@@ -198,7 +198,7 @@ def _print(study: "Study", routing: Any, reports: "Sequence[Report]") -> None:
         if not found:
             continue
         best = max(p.tokens_per_second for _, p in found)
-        rows = [_HEAD]
+        rows: list[tuple[str, ...]] = [_HEAD]
         rows += [_row(r, p, best) for r, p in found]
         some = found[0][1]
         click.echo(f"\n{name}: {some.tokens} tokens in {some.steps} steps")
@@ -229,7 +229,7 @@ def _print_layers(report: "Report") -> None:
     for name in _PHASES:
         if name not in report.phases:
             continue
-        rows = [head]
+        rows: list[tuple[str, ...]] = [head]
         for x in report.phases[name].layers:
             means = (x.ready, x.late, x.loads, x.cpu, x.prefetches)
             rows.append((str(x.layer), f"{x.ns / 1e3:.1f}", *(f"{m:.1f}" for m in means)))
