@@ -72,7 +72,7 @@ pds_status pds_gpu_wait(pds_gpu *gpu, CUevent event) {
   }
 }
 
-static pds_status drain(pds_gpu *gpu, CUstream stream) {
+pds_status pds_gpu_wait_stream(pds_gpu *gpu, CUstream stream) {
   const uint64_t begin = pds_now_ns();
   for (uint32_t turn = 0;; turn++) {
     const CUresult result = gpu->cuda.cuStreamQuery(stream);
@@ -83,8 +83,8 @@ static pds_status drain(pds_gpu *gpu, CUstream stream) {
 }
 
 pds_status pds_gpu_drain(pds_gpu *gpu) {
-  PDS_RETURN_IF_ERROR(drain(gpu, gpu->copies));
-  return drain(gpu, gpu->compute);
+  PDS_RETURN_IF_ERROR(pds_gpu_wait_stream(gpu, gpu->copies));
+  return pds_gpu_wait_stream(gpu, gpu->compute);
 }
 
 pds_status pds_gpu_copy(pds_gpu *gpu, void *to, const void *from, uint64_t bytes, pds_kv_way way) {

@@ -215,6 +215,8 @@ pds_status pds_gpu_check(pds_gpu *gpu, CUresult result, const char *what);
 
 /* Waits for an event; meanwhile copies go on. */
 pds_status pds_gpu_wait(pds_gpu *gpu, CUevent event);
+/* Waits for all that a stream was given. */
+pds_status pds_gpu_wait_stream(pds_gpu *gpu, CUstream stream);
 /* Copies to, from or within the device, and waits. */
 pds_status pds_gpu_copy(pds_gpu *gpu, void *to, const void *from, uint64_t bytes, pds_kv_way way);
 /* Whether decisions use predictions, and whether those are PhasePer's nets': rivals have the next layer's

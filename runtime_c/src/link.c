@@ -69,14 +69,28 @@ static pds_status send_chunk(pds_gpu *gpu, pds_transfers *queue) {
   return hole ? pds_gpu_sent(gpu, hole) : PDS_OK;
 }
 
+/* Whether the slot may be written: what was in it has been launched, so that the copy can wait for
+ * it. From pageable memory the driver copies at once, and who waits in the driver watches nothing:
+ * there it, and whatever is before the copy, must have ended. */
+static pds_status may_send(pds_gpu *gpu, const pds_transfer *t, bool *out_may) {
+  *out_may = !(t->again && !gpu->step->launches);
+  if (gpu->pinned || !*out_may) return PDS_OK;
+  CUresult result = gpu->cuda.cuStreamQuery(gpu->copies);
+  if (result == CUDA_SUCCESS)
+    result = gpu->cuda.cuEventQuery(gpu->link.freed[ring_of(gpu, t->slot)]);
+  *out_may = result == CUDA_SUCCESS;
+  return result == CUDA_ERROR_NOT_READY ? PDS_OK : pds_gpu_check(gpu, result, "copying an expert");
+}
+
 pds_status pds_link_pump(pds_gpu *gpu) {
   pds_link *link = &gpu->link;
   PDS_RETURN_IF_ERROR(retire(gpu));
   while (link->in_flight < PDS_LINK_IN_FLIGHT && (link->demand.count || link->spec.count)) {
-    const pds_transfer *demand = front(&link->demand);
-    /* What was in the slot must have been launched before its next copy can wait for it. */
-    if (demand && demand->again && !gpu->step->launches) return PDS_OK;
-    PDS_RETURN_IF_ERROR(send_chunk(gpu, demand ? &link->demand : &link->spec));
+    pds_transfers *queue = link->demand.count ? &link->demand : &link->spec;
+    bool may;
+    PDS_RETURN_IF_ERROR(may_send(gpu, front(queue), &may));
+    if (!may) return PDS_OK;
+    PDS_RETURN_IF_ERROR(send_chunk(gpu, queue));
   }
   return PDS_OK;
 }
@@ -84,8 +98,14 @@ pds_status pds_link_pump(pds_gpu *gpu) {
 pds_status pds_link_flush(pds_gpu *gpu) {
   for (;;) {
     PDS_RETURN_IF_ERROR(pds_link_pump(gpu));
-    if (!gpu->link.demand.count) return PDS_OK;
-    PDS_RETURN_IF_ERROR(pds_gpu_wait(gpu, gpu->link.chunk[gpu->link.oldest]));
+    const pds_transfer *next = front(&gpu->link.demand);
+    if (!next) return PDS_OK;
+    if (gpu->link.in_flight) {
+      PDS_RETURN_IF_ERROR(pds_gpu_wait(gpu, gpu->link.chunk[gpu->link.oldest]));
+      continue;
+    }
+    PDS_RETURN_IF_ERROR(pds_gpu_wait_stream(gpu, gpu->copies));
+    PDS_RETURN_IF_ERROR(pds_gpu_wait(gpu, gpu->link.freed[ring_of(gpu, next->slot)]));
   }
 }
 

@@ -87,11 +87,17 @@ def test_experts_of_several_chunks(plans: PlanStore, mock: Mock, timing: str) ->
     """Transfers can be cut short, taken up again, and overtaken between two chunks."""
     expected = on_cpu(plans, gpu_plan(plans, "wide", "bf16", "all"))
     mock.reset(MOCKS[timing])
-    with loaded(gpu_plan(plans, "wide", "bf16", 2)) as engine:
-        assert engine.gpu()["info"]["expert_bytes"] > 4 << 20
+    with loaded(gpu_plan(plans, "wide", "bf16", 4, "lru")) as engine:
+        size = engine.gpu()["info"]["expert_bytes"]
+        assert size > 8 << 20
         for policy in ("ondemand", "pdscope-paper", "adaptsched", "fate"):
             engine.set_policy(policy)
             assert same(engine_run(engine), expected), policy
+        engine.set_policy("fate")
+        session = engine.session(max_seqs=4)
+        session.set_predictions(always(0)(512, 2, 2, 4))
+        assert same(session_run(session), expected)
+        assert engine.gpu()["link"]["wasted_bytes"] % size > 0  # some were cut short
 
 
 def test_everything_moves(plans: PlanStore, mock: Mock) -> None:
@@ -109,6 +115,18 @@ def test_everything_moves(plans: PlanStore, mock: Mock) -> None:
     assert {p for p in POLICIES if moved[p]["prefetches"]} >= {"adaptsched", "pdscope-paper", "fate"}
     assert any(m["wasted_bytes"] for m in moved.values())
     assert any(m["late_bytes"] for m in moved.values())
+
+
+@pytest.mark.parametrize("timing", MOCKS)
+def test_weights_that_are_not_pinned(plans: PlanStore, mock: Mock, timing: str) -> None:
+    """Copies from mapped files wait within the driver; the bits are the same."""
+    plan = gpu_plan(plans, "shared", "bf16", "few", "lru")
+    mock.reset(MOCKS[timing])
+    with loaded(plan, weights="mmap") as engine:
+        assert not engine.gpu()["info"]["pinned"]
+        for policy in ("ondemand", "fate", "adaptsched"):
+            engine.set_policy(policy)
+            assert same(engine_run(engine), on_cpu(plans, plan)), policy
 
 
 @pytest.mark.parametrize("policy", ["adaptsched", "fate", "lru"])

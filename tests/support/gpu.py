@@ -47,7 +47,7 @@ RANDOM = {
     # Experts of more than one chunk of the link each.
     "wide": (
         *("mixtral", 0),
-        {"hidden_size": 512, "intermediate_size": 1600, "num_hidden_layers": 2, "vocab_size": 64}
+        {"hidden_size": 512, "intermediate_size": 3000, "num_hidden_layers": 2, "vocab_size": 64}
         | {"num_local_experts": 4, "sliding_window": None},
     ),
 }
