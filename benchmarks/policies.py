@@ -88,8 +88,8 @@ class Case:
         costs = how.pop("costs", None) or self.study.table.costs()
         out = {}
         for column, _, trace in self.traces():
-            if accuracy is not None or how:
-                trace = synthetic.with_predictions(trace, accuracy or 0, **how)
+            if accuracy is not None:
+                trace = synthetic.with_predictions(trace, accuracy, **how)
             out[column] = simulate(subject, timing, costs, policy, trace)[0]
         return out
 
@@ -152,6 +152,9 @@ def accuracies(c: Case) -> dict[str, dict[str, float]]:
     """AdaptSched's tokens a second with worse predictors."""
     found = {f"{a:.0%}": c.rates("adaptsched", a) for a in ACCURACIES}
     found["adversarial"] = c.rates("adaptsched", 0.0, adversarial=True)
+    cpu = replace(c.study.table.cpu, predict=Figure(0))
+    timing = _timing(c, replace(c.study.table, cpu=cpu))
+    found["90%, predicting takes no time"] = c.rates("adaptsched", timing=timing)
     none = {k: _unpredicted(c, trace) for k, _, trace in c.traces()}
     return {
         name: {k: speed(r, k) for k, r in reports.items()}
