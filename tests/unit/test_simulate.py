@@ -1,10 +1,10 @@
 """The simulator's parts: times, device, residency, bounds, made-up routing, files, the command.
 
 Holds of the issue "AdaptSched and its lowering": "Simulator: ... predicted time per layer and
-phase, utilisation of CPU, GPU and link, timeline in Perfetto JSON. `pdscope-simulate plan/ --hardware
-a100-6230r --trace routing.npz` answers 'what would I get on that card'; the same routing trace
-replayed through every policy gives the seesaw table. Plus a lower bound". That times are those of
-the mock driver: tests/differential/test_simulate.py.
+phase, utilisation of CPU, GPU and link, timeline in Perfetto JSON. `pdscope-simulate plan/
+--hardware a100-6230r --trace routing.npz` answers 'what would I get on that card'; the same routing
+trace replayed through every policy gives the seesaw table. Plus a lower bound". That times are
+those of the mock driver: tests/differential/test_simulate.py.
 """
 
 import json
