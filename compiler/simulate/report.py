@@ -33,7 +33,7 @@ class LayerTime:
 @dataclass(frozen=True)
 class PhaseReport:
     """Utilisations: of the phase's time, 0 to 1. above_bound: time over that of the bound, less
-    1. modes: decisions by their mode."""
+    1. step_ns: of each step. modes: decisions by their mode."""
 
     phase: str
     steps: int
@@ -45,6 +45,7 @@ class PhaseReport:
     gpu: float
     cpu: float
     link: float
+    step_ns: tuple[int, ...]
     layers: tuple[LayerTime, ...]
     modes: dict[str, int]
 
@@ -112,6 +113,7 @@ def _phase(phase: Phase, all_steps: Sequence[StepRecord], bounds: Sequence[int])
         gpu=sum(s.gpu_busy for s in steps) / max(1, ns),
         cpu=sum(s.cpu_busy for s in steps) / max(1, ns),
         link=sum(s.h2d_busy for s in steps) / max(1, ns),
+        step_ns=tuple(s.end - s.begin for s in steps),
         layers=tuple(_layers(steps)),
         modes=dict(Counter(layer.mode for layer in layers)),
     )
