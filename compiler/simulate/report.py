@@ -73,10 +73,15 @@ def simulate(
     trace: RoutingTrace,
     keep: bool = False,
     progress: Callable[[int], None] = lambda _: None,
+    before: RoutingTrace | None = None,
 ) -> tuple[Report, Executor]:
-    """Runs the trace. `progress` is told rows done."""
+    """Runs the trace; `before`, what is not reported but fills caches first. `progress` is told
+    rows done."""
     check_fits(subject, trace)
     executor = Executor(subject, timing, costs, policy, keep)
+    if before is not None:
+        for _ in executor.run(before):
+            pass
     steps: list[StepRecord] = []
     bounds: list[int] = []
     for step in trace.steps():
