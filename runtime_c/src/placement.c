@@ -410,15 +410,9 @@ pds_status pds_gpu_recompile(pds_gpu_step *step, const pds_program *program, con
   return send_rows(&p);
 }
 
-/* Policies without a cache of their own give up what they loaded. */
-static bool keeps(uint32_t policy) {
-  return policy != PDS_POLICY_STATIC && policy != PDS_POLICY_ONDEMAND &&
-         policy != PDS_POLICY_FIDDLER;
-}
-
 uint32_t pds_gpu_unload(pds_gpu_step *step) {
   pds_residency *r = &step->gpu->residency;
-  const bool keep = keeps(step->gpu->policy.policy);
+  const bool keep = pds_policy_keeps(step->gpu->policy.policy) != 0;
   uint32_t n = 0;
   for (uint32_t i = 0; i < r->ring; i++) {
     pds_cached *c = &r->cached[i];
