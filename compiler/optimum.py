@@ -86,12 +86,13 @@ def two_layers(
     given: Inputs,
     decide: Callable[[Inputs], Decision],
     truth: Sequence[Due] | None = None,
+    parts: int = 1,
 ) -> Ends:
     """Layer l as `decide` has it, then layer l + 1 as it decides there.
 
     `truth`: the experts that the next layer then activates, and that are not there without a
-    prefetch; None: those predicted. Prefetches of others that are not complete by then are
-    cancelled, but for the transfer that is under way, which ends first.
+    prefetch; None: those predicted. Prefetches of others are cancelled then: of the transfer that
+    is under way, the part that is, of `parts` in each, still ends.
     """
     by_id = {due.expert: due for due in given.cur}
     made = decide(given)
@@ -103,7 +104,9 @@ def two_layers(
     clock = link if made.on or given.backlog_ns else given.io_start
     for load in made.pre:
         useful = due_next.get(load.expert)
-        if useful is None and clock >= now:
+        if useful is None and clock + given.io_expert > now:
+            part = -(-given.io_expert // parts)
+            clock += min(given.io_expert, -(-max(now - clock, 0) // part) * part)
             continue
         clock += given.io_expert
         if useful is not None:
@@ -137,7 +140,8 @@ def optimum(given: Inputs) -> Ends:
     Exhaustive over the sets loaded in layer l and those loaded for the next one, at most 12 experts
     each. Not tried, because never better: any order but hottest first (the transfers are equally
     long, so in both chains the longest GPU time goes first); a prefetch less than the slots hold
-    when the expert is loaded anyway; and, of two sets of one size in layer l, the one that ends
+    when the expert is loaded anyway, but for a slot left to the next layer's stream; and, of two
+    sets of one size in layer l, the one that ends
     later, if no expert's GPU time exceeds its transfer (otherwise both are tried).
 
     Raises ValueError for more experts.
@@ -177,9 +181,14 @@ class _Following:
         self.slow_gpu = longest + given.gpu_start > given.io_expert
 
     def least(self, now: int, link: int, n_on: int) -> int:
-        """Of a layer whose gate output is known at `now`; the link owes until `link`."""
+        """Of a layer whose gate output is known at `now`; the link owes until `link`. Prefetches
+        that take every slot leave none to a stream of loads, so one less is tried as well."""
+        room = self.given.room_pre(n_on)
+        rooms = (room, room - 1) if room and self.given.stream else (room,)
+        return min(self._least(now, link, room) for room in rooms)
+
+    def _least(self, now: int, link: int, room: int) -> int:
         given, m = self.given, self.gpu.shape[1]
-        room = given.room_pre(n_on)
         start = link if link > 0 else given.io_start  # as two_layers: idle only from the beginning
         io = given.io_expert
         fetched = start + (np.arange(m) + 1) * io

@@ -8,6 +8,7 @@ May import pdscope.compiler.decision.
 from collections.abc import Callable, Sequence
 
 from pdscope.compiler.decision import (
+    ONE_Q16,
     Cached,
     Decision,
     Due,
@@ -137,10 +138,21 @@ RIVALS: dict[Policy, Callable[[Inputs], Decision]] = {
 # --- which slot is given up ---
 
 
-def score(old: int, weight: int) -> int:
-    """A cached expert's score after a step in which its routing weight was `weight` (0: not
-    activated): a decaying mean."""
-    return (old * 7 + weight) >> 3
+def left_of(policy: Policy, score: int, age: int) -> int:
+    """What is left of a score: half of it after each half-life, and a straight line between. For a
+    part of 1/2^k added at each activation, that is ln 2 / -ln(1 - 1/2^k) steps."""
+    half_life = 5 if policy is Policy.HYBRIMOE else 22  # of 1/8, of 1/32
+    halved, rest = divmod(age, half_life)
+    left = score >> min(halved, 32)
+    return left - left * rest // (2 * half_life)
+
+
+def score(policy: Policy, old: int, weight: int, age: int) -> int:
+    """An expert's score when its layer activates it, with this routing weight, `age` steps after
+    the last time: hybrimoe's is the mean of its weights over about 8 steps, the others' the part of
+    about 32 steps that activated it. It is kept for every expert, and begins as its popularity."""
+    part = weight >> 3 if policy is Policy.HYBRIMOE else ONE_Q16 >> 5
+    return min(left_of(policy, old, age) + part, _U32 - 1)
 
 
 def victim(
@@ -167,9 +179,7 @@ def victim(
 def _worth(policy: Policy, slot: Cached, layer: int, n_layers: int, age: int) -> int:
     match policy:
         case Policy.ADAPTSCHED | Policy.HYBRIMOE:
-            return slot.score
-        case Policy.PAPER:
-            return slot.popularity
+            return left_of(policy, slot.score, age)
         case Policy.FATE:  # shallow layers are predicted worst, and keep their experts longest
             return n_layers - slot.layer
         case Policy.APEX:  # recently used, often used, soon used: each in 1/65536

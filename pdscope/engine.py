@@ -65,8 +65,7 @@ def load(
     experts; "off": the next layer's gate does, and the files are not read (Engine.predictor).
     learner: "on": a background thread of lowest priority fine-tunes the predictors' nets to the
     text while their error is high (Engine.learner); "auto": on where nets predict and there is a
-    core that no worker has; "off", as no text was found yet that it gains on. Same results either
-    way.
+    core that no worker has; "off". Same results either way.
     learner_threshold: the error from which on it does, the share of the next layer's experts that
     were not predicted, 0 to 1.
     device: "auto": a GPU where the plan was compiled for one and its driver is found, else the CPU

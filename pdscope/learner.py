@@ -20,7 +20,9 @@ KEPT = {"prefill": 128, "decode": 32}  # tokens a layer; PDS_LEARN_* of pdscope.
 WINDOW = 16  # tokens that the error is a mean over
 THRESHOLD = 0.25  # share of the chosen experts that were not among the predicted ones
 HELD = 4  # the newest of so many tokens is for validation
-GAIN = 0.02  # share of the loss that a swap must be worth
+GAIN = 0.005  # share of the loss that a swap must be worth
+STEPS = 4  # of one fine-tuning, while those who judge it like it better
+MEMORY = 1024  # tokens of earlier fine-tunings that are learned from again
 ANCHOR = 256  # tokens of earlier validations that validate again
 MOST_PATIENCE = 32
 INTERVAL = 0.1  # seconds between two looks
@@ -28,7 +30,7 @@ INTERVAL = 0.1  # seconds between two looks
 Key = tuple[int, str]  # layer, phase
 _NO_IDS = np.empty((0, 0), np.int32)
 _NO_FLOATS = np.empty((0, 0), np.float32)
-NOTHING = Rows(_NO_FLOATS, _NO_FLOATS, _NO_IDS, _NO_IDS, _NO_IDS, _NO_IDS)
+NOTHING = Rows(_NO_FLOATS, _NO_FLOATS, _NO_IDS, _NO_IDS, _NO_IDS, _NO_IDS, _NO_FLOATS)
 
 
 class Source(Protocol):
@@ -94,7 +96,10 @@ class Learner:
             for phase, state in self._phases.items()
             for layer in state.windows
         }
+        self._loaded = dict(nets)
+        self._memory: dict[Key, Rows] = {}
         self._anchors: dict[Key, Rows] = {}
+        self._used: dict[tuple[int, str, str], int] = {}  # layer, net's phase, tokens' phase
         self._seconds = 0.0
 
     def poll(self, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -150,32 +155,47 @@ class Learner:
     def _tuned(self, layer: int, phase: str, stopped: Callable[[], bool]) -> Net | None:
         """The layer's net after fine-tuning; None where it would predict worse, or has no tokens.
 
-        It learns from the older tokens of both phases, and is judged by the newest ones and by
-        those that judged before: few tokens are a noisy judge, and what fits one moment alone
-        would be worse at the next.
+        It is the net that was loaded, and what the older tokens of both phases teach it, with those
+        of earlier times while memory lasts: so it follows the text, and goes nowhere in many small
+        steps. It is judged by the newest tokens and by those that judged before: few tokens are a
+        noisy judge, and what fits one moment alone would be worse at the next.
         """
         learn, judge = self._halves(layer, phase)
         if len(learn) < WINDOW:
             return None
+        if (layer, phase) in self._memory:
+            learn = _last(self._memory[layer, phase].join(learn), MEMORY)
+        self._memory[layer, phase] = learn
         older = self._anchors.get((layer, phase))
         self._anchors[layer, phase] = _last(judge if older is None else older.join(judge), ANCHOR)
         if older is not None:
             judge = older.join(judge)
-        before, after = Trained(self._nets[layer, phase]), Trained(self._nets[layer, phase])
+        before, after = Trained(self._nets[layer, phase]), Trained(self._loaded[layer, phase])
+        best, least = None, np.inf
         with np.errstate(all="ignore"):  # what becomes of it is judged
-            after.fit(learn, stopped)
-            net = after.rounded()
-            return net if _better(Trained(net), before, judge) else None
+            for _ in range(STEPS):
+                after.fit(learn, stopped)
+                net = after.rounded()
+                found = loss(Trained(net).logits(judge), judge)
+                if stopped() or not found < least:
+                    break
+                best, least = net, found
+            return best if best is not None and _better(Trained(best), before, judge) else None
 
     def _halves(self, layer: int, phase: str) -> tuple[Rows, Rows]:
-        """Tokens to learn from, and tokens to judge by: of each phase the newest ones."""
+        """Tokens to learn from, and tokens to judge by: of each phase the newest ones. None that
+        were taken before."""
         learn, judge = None, None
         for each in (phase, *(p for p in PHASES if p != phase)):
             found = self._source.read(layer, each)
             if found is None:
                 continue
-            n = len(found[0]) - len(found[0]) // HELD
-            parts = found[0].take(slice(0, n)), found[0].take(slice(n, None))
+            rows, total = found
+            fresh = min(len(rows), total - self._used.get((layer, phase, each), 0))
+            self._used[layer, phase, each] = total
+            rows = _last(rows, fresh)
+            n = len(rows) - len(rows) // HELD
+            parts = rows.take(slice(0, n)), rows.take(slice(n, None))
             learn = parts[0] if learn is None else learn.join(parts[0])
             judge = parts[1] if judge is None else judge.join(parts[1])
         if learn is None or judge is None:
@@ -206,4 +226,4 @@ def _better(net: Trained, before: Trained, rows: Rows) -> bool:
     """It misses no more experts, and its loss is lower by GAIN. NaN: no."""
     new, old = net.logits(rows), before.logits(rows)
     fewer = error(new, rows.target).mean() <= error(old, rows.target).mean()
-    return bool(fewer and loss(new, rows.target) < (1 - GAIN) * loss(old, rows.target))
+    return bool(fewer and loss(new, rows) < (1 - GAIN) * loss(old, rows))

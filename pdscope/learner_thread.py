@@ -29,6 +29,7 @@ class EngineSource:
         """keys: the nets; tokens of both phases are kept for each layer. BudgetError: no memory."""
         self._handle = handle
         self._hidden, self._k = int(plan.model["hidden"]), int(plan.model["top_k"])
+        self._experts = int(plan.model["experts"])
         wanted = bytearray(int(plan.model["layers"]))
         for layer, _ in keys:
             wanted[layer] = 1
@@ -45,10 +46,12 @@ class EngineSource:
         n, k = KEPT[phase], self._k
         a = np.empty((n, self._hidden), np.uint16)
         w = np.empty((n, k), np.float32)
+        scores = np.empty((n, self._experts), np.float32)
         ids = {name: np.empty((n, k), np.int32) for name in ("e", "prev", "prev_next", "target")}
         asked = self._asked(layer, phase)
         asked.a = ffi().from_buffer("uint16_t[]", a)
         asked.w = ffi().from_buffer("float[]", w)
+        asked.scores = ffi().from_buffer("float[]", scores)
         for name, array in ids.items():
             setattr(asked, name, ffi().from_buffer("int32_t[]", array))
         status = self._lib.pds_engine_read_learned(self._handle.pointer, asked)
@@ -56,7 +59,7 @@ class EngineSource:
             return None
         self._handle.library.check(status)
         x = (a.astype(np.uint32) << 16).view(np.float32)
-        return Rows(x, w, **ids).take(slice(0, int(asked.n))), int(asked.total)
+        return Rows(x, w, scores=scores, **ids).take(slice(0, int(asked.n))), int(asked.total)
 
     def swap(self, layer: int, phase: str, net: Net) -> None:
         net.set(self._handle, layer, phase)

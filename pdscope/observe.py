@@ -67,8 +67,12 @@ class TapEvent:
     opcode: int
     arg: int
     data: NDArray[np.float32]  # [rows, cols], a view valid during the call
-    ids: NDArray[np.int32] | None  # gate: expert ids [rows, top_k]
+    # gate: expert ids [rows, top_k]; predict: of the next layer [rows that predict, top_k]
+    ids: NDArray[np.int32] | None
     predicted: NDArray[np.int32] | None = None  # gate that predicts: of the next layer, likewise
+    position: NDArray[np.int32] | None = None  # embed: [rows], of the step's rows
+    seq: NDArray[np.int32] | None = None  # embed: [rows], their sequences
+    logits: int = 0  # rows of the step that want logits
 
 
 def tap_callback(function: Callable[[TapEvent], None], errors: list[BaseException]) -> Any:
@@ -98,6 +102,10 @@ def _event(event: Any) -> TapEvent:
             return None
         return np.frombuffer(c.buffer(pointer, rows * cols * 4), dtype).reshape(rows, cols)
 
+    def of_rows(pointer: Any) -> NDArray[np.int32] | None:
+        array = view(pointer, np.int32, 1)
+        return None if array is None else array[:, 0]
+
     data = view(event.data, np.float32)
     return TapEvent(
         layer=event.layer,
@@ -107,4 +115,7 @@ def _event(event: Any) -> TapEvent:
         data=np.empty((0, 0), np.float32) if data is None else data,
         ids=view(event.ids, np.int32),
         predicted=view(event.predicted, np.int32, predicted_cols),
+        position=of_rows(event.position),
+        seq=of_rows(event.seq),
+        logits=int(event.n_logits),
     )

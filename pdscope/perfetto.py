@@ -5,7 +5,7 @@ May import numpy and pdscope.observe. One track a queue, one slice an instructio
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,62 +21,84 @@ def write_trace(trace: Trace, path: str | Path, title: str) -> None:
     Slices carry layer (-1: prologue or epilogue), instruction index, rows, distinct experts and
     weight bytes read; times are microseconds from the first instruction.
     """
+    write_events(path, _events(trace, title), {"plan": title, "dropped": trace.dropped})
+
+
+def write_events(
+    path: str | Path, events: Iterable[dict[str, Any]], about: Mapping[str, Any]
+) -> None:
+    """Writes a file of events (see header, slice_event). Raises OSError, which names the file."""
     try:
-        _write_to(Path(os.path.realpath(path)), trace, title)
+        _write_to(Path(os.path.realpath(path)), events, about)
     except OSError as error:  # of a write, it names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _write_to(target: Path, trace: Trace, title: str) -> None:
+def _write_to(target: Path, events: Iterable[dict[str, Any]], about: Mapping[str, Any]) -> None:
     if target.exists() and not target.is_file():  # a device or a pipe: not to be replaced
         with target.open("w", encoding="utf-8") as file:
-            _write(file, trace, title)
+            _write(file, events, about)
         return
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with aside.open("w", encoding="utf-8") as file:
-            _write(file, trace, title)
+            _write(file, events, about)
         os.replace(aside, target)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
 
 
-def _write(file: TextIO, trace: Trace, title: str) -> None:
-    other = json.dumps({"plan": title, "dropped": trace.dropped})
+def _write(file: TextIO, events: Iterable[dict[str, Any]], about: Mapping[str, Any]) -> None:
+    other = json.dumps(about)
     file.write(f'{{"displayTimeUnit": "ns", "otherData": {other}, "traceEvents": [\n')
-    file.write(",\n".join(json.dumps(event) for event in _events(trace, title)))
+    for i, event in enumerate(events):
+        file.write((",\n" if i else "") + json.dumps(event))
     file.write("\n]}\n")
 
 
+def header(process: str, tracks: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    """Names of the process and its tracks, in the order of their numbers."""
+    yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": process}}
+    for track, name in tracks.items():
+        yield {"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": name}}
+        order = {"sort_index": track}
+        yield {"ph": "M", "pid": 1, "tid": track, "name": "thread_sort_index", "args": order}
+
+
+def slice_event(
+    track: int, name: str, category: str, begin_ns: int, end_ns: int, args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Something that took time."""
+    return {
+        "ph": "X",
+        "pid": 1,
+        "tid": track,
+        "name": name,
+        "cat": category,
+        "ts": begin_ns / 1e3,
+        "dur": (end_ns - begin_ns) / 1e3,
+        "args": dict(args),
+    }
+
+
 def _events(trace: Trace, title: str) -> Iterator[dict[str, Any]]:
-    queues, opcodes = trace.queue_names(), trace.opcode_names()
-    yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"pdscope {title}"}}
-    for queue, name in queues.items():
-        yield {"ph": "M", "pid": 1, "tid": queue, "name": "thread_name", "args": {"name": name}}
-        order = {"sort_index": queue}
-        yield {"ph": "M", "pid": 1, "tid": queue, "name": "thread_sort_index", "args": order}
+    opcodes = trace.opcode_names()
+    yield from header(f"pdscope {title}", trace.queue_names())
     records = trace.records
     if not len(records):
         return
     origin = int(records["begin_ns"].min())
     for begin, end, size, layer, instr, opcode, queue, rows, experts in records.tolist():
-        yield {
-            "ph": "X",
-            "pid": 1,
-            "tid": queue,
-            "name": opcodes[opcode] if layer < 0 else f"{opcodes[opcode]} l{layer}",
-            "cat": opcodes[opcode],
-            "ts": (begin - origin) / 1e3,
-            "dur": (end - begin) / 1e3,
-            "args": {
-                "layer": layer,
-                "instr": instr,
-                "rows": rows,
-                "experts": experts,
-                "bytes": size,
-            },
-        }
+        name = opcodes[opcode]
+        yield slice_event(
+            queue,
+            name if layer < 0 else f"{name} l{layer}",
+            name,
+            begin - origin,
+            end - origin,
+            {"layer": layer, "instr": instr, "rows": rows, "experts": experts, "bytes": size},
+        )
 
 
 def summary(trace: Trace) -> list[tuple[str, ...]]:

@@ -5,6 +5,7 @@ May import numpy, pdscope.{config,costs,errors,native,plan}.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -66,6 +67,7 @@ class GpuInfo:
     weight_bytes: int
     slot_bytes: int
     expert_bytes: int
+    recompile_us: dict[str, float | None]  # mean time of a layer's, by phase; None: there was none
 
 
 def gpu_info(handle: EngineHandle) -> GpuInfo | None:
@@ -78,6 +80,10 @@ def gpu_info(handle: EngineHandle) -> GpuInfo | None:
     return GpuInfo(
         name=handle.library.text(info.name),
         pinned=bool(info.pinned),
+        recompile_us={
+            phase: round(ns / n / 1e3, 2) if n else None
+            for phase, n, ns in zip(PHASES, info.recompiles, info.recompile_ns, strict=True)
+        },
         **{name: int(getattr(info, name)) for name in numbers},
     )
 
@@ -94,9 +100,9 @@ def set_schedule(handle: EngineHandle, plan: Plan, policy: str | None) -> str:
     if name not in known:
         raise InputError(f"policy is {name!r}, expected one of {', '.join(known)}")
     costs = c.new("pds_costs *")
-    _fill(costs, _costs(plan))
-    popularity = _popularity(plan)
-    hits = _hits(plan)
+    _fill(costs, decision_costs(plan))
+    popularity = popularity_of(plan)
+    hits, sure = hit_rates(plan), draft_thresholds(plan)
     text = c.new("char[]", name.encode())
     schedule = c.new(
         "pds_schedule *",
@@ -105,6 +111,7 @@ def set_schedule(handle: EngineHandle, plan: Plan, policy: str | None) -> str:
             "costs": costs,
             "popularity": c.cast("uint32_t *", popularity.ctypes.data),
             "hit_q16": c.cast("uint32_t *", hits.ctypes.data),
+            "sure_q16": c.cast("uint32_t *", sure.ctypes.data),
         },
     )
     lib.check(lib.lib.pds_engine_set_schedule(handle.pointer, schedule))
@@ -119,7 +126,8 @@ def ledger(handle: EngineHandle, layers: int) -> list[dict[str, int]]:
     return [{name: int(getattr(one, name)) for name in fields} for one in found]
 
 
-def _costs(plan: Plan) -> Costs:
+def decision_costs(plan: Plan) -> Costs:
+    """What its decisions are made of. Raises PlanError for a plan whose costs know no GPU."""
     if COSTS not in plan.files:
         raise PlanError(f"{plan.path}: no {COSTS}, which a plan with a GPU needs: recompile it")
     table = CostTable.parse(plan.read_text(COSTS), str(plan.path / COSTS))
@@ -142,29 +150,54 @@ def _fill(out: Any, costs: Costs) -> None:
             curve.tokens[k], curve.ns[k] = tokens, ns
 
 
-def _popularity(plan: Plan) -> Any:
-    """uint32 [layers, experts]: of a million tokens, how many activate each expert."""
+def popularity_of(plan: Plan) -> Any:
+    """uint32 [layers, experts]: share of tokens that activate each expert, in 1/65536."""
     out = np.zeros((plan.model["layers"], max(1, plan.model["experts"])), np.uint32)
     try:
         record = json.loads(plan.read_text(HOT))
         for layer in record["layers"]:
             shares = np.asarray(layer["popularity"], np.float64)
-            out[layer["layer"], : len(shares)] = np.round(shares * 1e6)
+            out[layer["layer"], : len(shares)] = np.round(shares * Q16)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise PlanError(f"{plan.path / HOT}: {error!r}: recompile the model") from None
     return out
 
 
-def _hits(plan: Plan) -> Any:
+def hit_rates(plan: Plan) -> Any:
     """uint32 [layers, phases]: hit rate of predictions for the layer, in 1/65536; a half where
     phaseper.json says nothing."""
-    out = np.full((plan.model["layers"], len(PHASES)), Q16 // 2, np.uint32)
+    return _of_predictors(plan, Q16 // 2, lambda entry: entry["hit"] * Q16)
+
+
+def draft_thresholds(plan: Plan) -> Any:
+    """uint32 [layers, phases]: how sure the predictor must be of an expert for a draft to name it,
+    in 1/65536; 0 where no net predicts.
+
+    A net's confidence at run time is the sigmoid of its logit; phaseper.json's threshold `hot` is
+    of the calibrated one, the sigmoid of logit / temperature.
+    """
+
+    def threshold(entry: dict[str, Any]) -> float:
+        if entry["chosen"] != "phaseper":
+            return 0.0
+        if entry["hot"] >= 1:
+            return Q16 + 1.0  # it is never that sure
+        logit: float = math.log(entry["hot"] / (1 - entry["hot"])) * entry["temperature"]
+        return Q16 / (1 + math.exp(-logit))
+
+    return _of_predictors(plan, 0, threshold)
+
+
+def _of_predictors(plan: Plan, default: int, value: Callable[[dict[str, Any]], float]) -> Any:
+    """uint32 [layers, phases]: a number of each entry of phaseper.json, at the layer that it
+    predicts."""
+    out = np.full((plan.model["layers"], len(PHASES)), default, np.uint32)
     if PHASEPER not in plan.files:
         return out
     try:
         for entry in json.loads(plan.read_text(PHASEPER))["layers"]:
             columns = [2] if entry["phase"] == "prefill" else [0, 1]
-            out[entry["next"], columns] = round(float(entry["hit"]) * Q16)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+            out[entry["next"], columns] = round(value(entry))
+    except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
         raise PlanError(f"{plan.path / PHASEPER}: {error!r}: recompile the model") from None
     return out

@@ -7,8 +7,8 @@ plan.json, field by field. Taken on trust are what nothing else in the directory
 source_name, config_sha256, the target's name, token ids that generation_config.json leaves to
 config.json, and the library's code, which is only hashed.
 
-May import pdscope.{dummy_predictor,errors,ir,plan,plan_diff,predictor_figures,runtime_c,schema},
-pdscope.compiler.costs and those passes of the compiler that read no weights.
+May import pdscope.{errors,ir,plan,plan_diff,predictor_figures,runtime_c,schema} and those passes of
+the compiler that read no weights.
 """
 
 import json
@@ -25,7 +25,6 @@ from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.plan_gpu import PREDICT_ROWS, GpuMemory, PlanGpu, memory_table
 from pdscope.compiler.passes.plan_memory import MemoryPlan, PlanMemory, predictor_table
 from pdscope.compiler.passes.tokenizer_files import COPIED, chat_template, generation_ids
-from pdscope.dummy_predictor import DummyPredictor
 from pdscope.errors import PdscopeError, PlanError
 from pdscope.ir.encode import decode, encode, program_order
 from pdscope.ir.graph_text import parse_graph
@@ -37,7 +36,6 @@ from pdscope.plan import Plan
 from pdscope.plan_diff import flatten
 from pdscope.plan_hash import DUMMY_WEIGHTS
 from pdscope.predictor_figures import JSON as PREDICTORS
-from pdscope.predictor_figures import Predictors
 from pdscope.runtime_c import ISA_PATHS
 from pdscope.schema import FORMAT_VERSION, check_full
 
@@ -181,9 +179,11 @@ def _expected(
 
 
 def _memory_table(plan: Plan, model: LoweredModel, table: dict[str, Any]) -> Iterator[str]:
-    if PREDICTORS in plan.files and DummyPredictor.of(plan) is None:
-        Predictors.open(plan)  # what is damaged is said there
-        table["predictors"] = predictor_table(model, json.loads(plan.read_text(PREDICTORS)))
+    if "predictors" in plan.memory_table():
+        try:
+            table["predictors"] = predictor_table(model, json.loads(plan.read_text(PREDICTORS)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"{PREDICTORS}: no predictors are there ({error}): {_EDITED}") from None
     said, found = flatten(plan.memory_table()), flatten(table)
     off = [n for n in sorted(said.keys() | found.keys()) if said.get(n) != found.get(n)]
     if off:

@@ -124,7 +124,7 @@ class _LayerProgram:
         if ahead:
             holes.append(Hole(HoleKind.N, ahead))
         if ring:
-            holes.append(Hole(HoleKind.U, min(ring, experts)))  # those of this layer
+            holes.append(Hole(HoleKind.U, min(ring, experts)))
         bound = self.add(Opcode.RECOMPILE, *known, queue=Queue.HOST, binds=tuple(holes))
 
         # What the GPU and the link do is issued first: the CPU's experts keep the driver busy.

@@ -144,12 +144,13 @@ def adaptsched(given: Inputs) -> Decision:
     least = None
     for on, (end, link) in enumerate(_layer_ends(given)):
         now = end + given.attention_ns
-        next_end, wanted = ahead.least(now, link, given.room_pre(on))
-        if least is None or (next_end, end) < least[:2]:
-            least = next_end, end, on, link, wanted
+        for room, most in _next_rooms(given, on):
+            next_end, wanted = ahead.least(now, link, room, most)
+            if least is None or (next_end, end) < least[:2]:
+                least = next_end, end, on, link, min(room, wanted)
     assert least is not None
     why.next_end, why.layer_end, on, link, wanted = least
-    pre = _started(given, on, link, wanted, why)
+    pre = _started(given, link, wanted, why)
     if given.phase is Phase.PREFILL:
         why.mode = Mode.PREFILL
     elif on:
@@ -177,6 +178,20 @@ def _layer_ends(given: Inputs) -> Iterator[tuple[int, int]]:
         yield max(gpu, given.cpu_start + sums[left] if left else 0), link
 
 
+def _next_rooms(given: Inputs, on: int) -> Iterator[tuple[int, int]]:
+    """(prefetches, loads of the next layer in all) that the slots allow. A stream of loads needs
+    one slot: prefetches that take all of them leave none, or one of them stays away."""
+    room, m = given.room_pre(on), len(given.next)
+    if not given.stream:
+        yield room, min(m, given.free_slots)
+    elif room < given.free_slots:
+        yield room, m
+    else:
+        yield room, room
+        if room:
+            yield room - 1, m
+
+
 class _Ahead:
     """The next layer when `loads` of its experts, the hottest, are prefetched or loaded then."""
 
@@ -186,9 +201,10 @@ class _Ahead:
         # Of the hottest k on the GPU.
         self.gpu = [0, *accumulate(map(given.gpu, reversed(given.next)))]
 
-    def least(self, now: int, link: int, room: int) -> tuple[int, int]:
+    def least(self, now: int, link: int, room: int, most: int) -> tuple[int, int]:
         """(its end, loads) for a layer whose gate output is known at `now`, and a link that is done
-        with the layer before at `link`; the fewest loads of several.
+        with the layer before at `link`; the fewest loads of several. `room`, `most`: prefetches,
+        and loads in all, that the slots allow.
 
         The more loads, the later the GPU and the earlier the CPU: the best is where they cross.
         """
@@ -196,7 +212,7 @@ class _Ahead:
         io, hit = given.io_expert, given.hit_q16
         # What the link has moved by then of what will be needed: of prefetches, R_hit is.
         moved = min(clamp(now - (link or given.io_start)) * hit // ONE_Q16, room * io)
-        low, high = 0, len(given.next)
+        low, high = 0, most
         while low < high:
             middle = (low + high) // 2
             if self._gpu(now, link, moved, middle) < self._cpu(now, middle):
@@ -228,10 +244,10 @@ class _Ahead:
         return max(end + chain, first + chain, last + t_g(given, given.next[-loads]))
 
 
-def _started(given: Inputs, on: int, link: int, wanted: int, why: Why) -> int:
-    """How many of the `wanted` experts' transfers start before the next layer's gate output is
+def _started(given: Inputs, link: int, most: int, why: Why) -> int:
+    """How many of the `most` experts' transfers start before the next layer's gate output is
     known; the last of them, partly hidden, only for a positive xi."""
-    io, most = given.io_expert, min(given.room_pre(on), wanted)
+    io = given.io_expert
     why.hidden = max(why.layer_end + given.attention_ns - (link or given.io_start), 0)
     c = (why.hidden + io - 1) // io
     why.ceil_f = min(c, 2**32 - 1)

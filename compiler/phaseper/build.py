@@ -5,6 +5,7 @@ May import numpy, torch, pdscope.errors and pdscope.compiler.phaseper.*.
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,14 @@ def build_predictors(
     files: dict[str, bytes] = {}
     with one_thread_each():
         trained = train_phases(rows, groups.names, options, threads, advance, states)
+        work = [(p, pair) for pair in range(len(store.layers) - 1) for p in store.phases]
+        with ThreadPoolExecutor(max(1, threads)) as pool:  # each apart: their order changes nothing
+            made_of = pool.map(lambda w: select(rows[w[0]], trained[w[0]][w[1]]), work)
+            selected = dict(zip(work, made_of, strict=True))
         for pair in range(len(store.layers) - 1):
             parts = {}
             for phase in store.phases:
-                chosen = select(rows[phase], trained[phase][pair])
+                chosen = selected[phase, pair]
                 about = entry(rows[phase], chosen, groups.names[pair])
                 shape = chosen.trained.job.candidate.shape
                 entries.append({**about, "reads": bytes_read(rows[phase], shape)})

@@ -23,7 +23,7 @@ from torch import Tensor
 from pdscope.compiler.phaseper.checkpoints import Checkpoints
 from pdscope.compiler.phaseper.groups import MIDDLE
 from pdscope.compiler.phaseper.losses import DISTILL, LossSpec, paper_loss, stacked_loss
-from pdscope.compiler.phaseper.metrics import Array, hit_rate
+from pdscope.compiler.phaseper.metrics import Array, hit_rate, membership
 from pdscope.compiler.phaseper.nets import NetShape, Parameters, forward, initial
 from pdscope.compiler.phaseper.rows import CHUNK, PhaseRows
 from pdscope.errors import BudgetError
@@ -313,10 +313,9 @@ class _Best:
     def look(self, parameters: Parameters, seen: int) -> int:
         """Gives how many looks ago any net last did better than before."""
         pairs = [j.pair for j in self.jobs]
-        scores = logits(self.rows, self.shape, parameters, pairs, self.judged)
+        hits = self._hits(parameters, pairs)
         self.barren += 1
-        for i, pair in enumerate(pairs):
-            hit = hit_rate(scores[i], self.rows.chosen(pair, self.judged))
+        for i, hit in enumerate(hits):
             if hit > self.hit[i]:
                 self.hit[i], self.seen[i], self.barren = hit, seen, 0
                 if self.keep:
@@ -324,6 +323,30 @@ class _Best:
                         n: p[i : i + 1].detach().cpu().clone() for n, p in parameters.items()
                     }
         return self.barren
+
+    def _hits(self, parameters: Parameters, pairs: Sequence[int]) -> list[float]:
+        """hit_rate of each net, on the device where the nets are."""
+        if self.rows.device.type == "cpu":
+            scores = logits(self.rows, self.shape, parameters, pairs, self.judged)
+            return [
+                hit_rate(s, self.rows.chosen(pair, self.judged))
+                for s, pair in zip(scores, pairs, strict=True)
+            ]
+        found = torch.zeros(len(pairs), dtype=torch.float64, device=self.rows.device)
+        for at in range(0, len(self.judged), CHUNK):
+            part = self.judged[at : at + CHUNK]
+            truth = np.stack(
+                [membership(self.rows.chosen(p, part), self.rows.experts) for p in pairs]
+            )
+            with torch.no_grad():
+                made = forward(
+                    self.shape, parameters, self.rows.inputs(pairs, part), self.rows.dtype
+                )
+                best = made.topk(self.rows.top_k, dim=2).indices
+                right = torch.from_numpy(truth).to(made.device).gather(2, best)
+            found += right.sum((1, 2)) / self.rows.top_k
+        hits: list[float] = (found / max(1, len(self.judged))).tolist()
+        return hits
 
     def state(self) -> dict[str, Any]:
         return {"hit": self.hit, "seen": self.seen, "barren": self.barren, "kept": self.kept}

@@ -30,6 +30,11 @@ def bench_command() -> None:
     _run("bench")
 
 
+def simulate_command() -> None:
+    """pdscope-simulate"""
+    _run("simulate")
+
+
 def _run(name: str) -> None:
     try:
         with leave_at_interrupt():

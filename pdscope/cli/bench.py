@@ -108,6 +108,13 @@ class Result:
     "(accuracy:P,seed:N: another draw), as recorded in a run beforehand. Results are marked so. "
     "Default: what the plan was compiled with.",
 )
+@click.option(
+    "--save-routing",
+    type=GivenPath(dir_okay=False),
+    metavar="FILE",
+    help="Run the tests once more, unmeasured, and write which experts the gates chose, and which "
+    "were predicted, as a routing.npz for pdscope-simulate --trace.",
+)
 @machine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a Markdown table.")
 def main(
@@ -121,6 +128,7 @@ def main(
     against: Path | None,
     tokens: int,
     dummy_predictor: str | None,
+    save_routing: Path | None,
     as_json: bool,
 ) -> None:
     """Measure the speed of a plan in tokens a second, or its perplexity on a text.
@@ -170,6 +178,8 @@ def main(
         results = [
             _measure(engine, kind, n, repetitions, not no_warmup, dummy) for kind, n in tests
         ]
+        if save_routing is not None:
+            _save_routing(engine, tests, save_routing)
         if as_json:
             click.echo(json.dumps([_report(engine, r, dummy) for r in results], indent=2))
             return
@@ -191,17 +201,20 @@ def _dummy(plan: "Plan", asked: str | None, predictor: str) -> "DummyPredictor |
     return chosen
 
 
-def _measure(
-    engine: "Engine",
-    kind: str,
-    n: int,
-    repetitions: int,
-    warmup: bool,
-    dummy: "DummyPredictor | None",
-) -> Result:
-    import numpy as np
+def _save_routing(engine: "Engine", tests: list[tuple[str, int]], file: Path) -> None:
+    from pdscope.routing_trace import Recorder
 
-    from pdscope.dummy_predictor import record
+    recorder = Recorder(engine.plan.model["experts"])
+    with recorder.watch(engine.main):
+        for kind, n in tests:
+            engine.main.reset()
+            _runner(engine, kind, n)()
+    recorder.trace().save(file)
+
+
+def _runner(engine: "Engine", kind: str, n: int) -> Callable[[], None]:
+    """A test, from an empty context."""
+    import numpy as np
 
     ids = np.random.default_rng(n).integers(0, engine.info.vocab, n, dtype=np.int32)
     tokens = ids.tolist()
@@ -214,7 +227,21 @@ def _measure(
         for token in tokens:
             session.decode(token)
 
-    run = prefill if kind == "pp" else decode
+    return prefill if kind == "pp" else decode
+
+
+def _measure(
+    engine: "Engine",
+    kind: str,
+    n: int,
+    repetitions: int,
+    warmup: bool,
+    dummy: "DummyPredictor | None",
+) -> Result:
+    from pdscope.dummy_predictor import record
+
+    session = engine.main
+    run = _runner(engine, kind, n)
     if dummy is not None:
         session.set_predictions(None)
         session.reset()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdscope.cli._common import command
+from pdscope.cli._common import POLICIES, command
 from pdscope.cli.format import human_bytes, pairs, table
 from pdscope.cli.paths import GivenPath
 from pdscope.errors import PlanError
@@ -70,6 +70,25 @@ def _layer(_ctx: click.Context, _param: click.Parameter, value: str | None) -> i
     metavar="FILE",
     help="With --predictor: write the plots to this page.",
 )
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="With --layer, of a plan with a GPU: print what its policy decides there, why, and what "
+    "other decisions and policies would give.",
+)
+@click.option(
+    "--counts",
+    type=GivenPath(),
+    metavar="FILE",
+    help='With --explain: what the step activates, as JSON: {"experts": {"3": 1, ...}}, each with '
+    "its tokens, and if wanted rows, context, next (as experts), on_gpu (ids) and free_slots. "
+    "Default: as experts usually are, by hot_experts.json.",
+)
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    help="With --explain: another policy than the plan's.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(
     plan: Path,
@@ -82,6 +101,9 @@ def main(
     predictor: bool,
     on: Path | None,
     html: Path | None,
+    explain: bool,
+    counts: Path | None,
+    policy: str | None,
     as_json: bool,
 ) -> None:
     """Read a compiled plan: what it is, what runs where, each program, the memory.
@@ -91,6 +113,7 @@ def main(
     \b
     pdscope-inspect plan/
     pdscope-inspect plan/ --layer 7 --phase prefill
+    pdscope-inspect plan/ --layer 7 --phase decode --explain
     pdscope-inspect plan/ --memory --json
     pdscope-inspect plan/ --verify
     pdscope-inspect plan/ --diff other-plan/
@@ -105,10 +128,17 @@ def main(
             raise click.UsageError(f"{name} needs --predictor.")
     if phase is not None and layer is None:
         raise click.UsageError("--phase needs --layer.")
+    for name, asked in (("--counts", counts is not None), ("--policy", policy is not None)):
+        if asked and not explain:
+            raise click.UsageError(f"{name} needs --explain.")
+    if explain and not isinstance(layer, int):
+        raise click.UsageError("--explain needs --layer N.")
     from pdscope.plan import Plan
 
     opened = Plan.open(plan)
-    if layer is not None:
+    if explain and isinstance(layer, int):
+        _explain(opened, layer, phase or "decode", counts, policy, as_json)
+    elif layer is not None:
         _print_text(opened, opened.program_file(layer, phase or "decode"), as_json)
     elif graph:
         if "graph.txt" not in opened.files:
@@ -126,6 +156,19 @@ def main(
         _diff(opened, Plan.open(other), as_json)
     else:
         _print_summary(opened, as_json)
+
+
+def _explain(
+    plan: "Plan", layer: int, phase: str, counts: Path | None, policy: str | None, as_json: bool
+) -> None:
+    from pdscope.compiler.explain import explain, text
+    from pdscope.ir.isa import Phase
+
+    found = explain(plan, layer, Phase[phase.upper()], counts, policy)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        click.echo(text(found), nl=False)
 
 
 def _print_json(value: Any) -> None:
@@ -174,6 +217,7 @@ def _print_summary(plan: "Plan", as_json: bool) -> None:
         *_dummy_predictor(plan),
         ("on disk", f"{human_bytes(plan.total_bytes)} in {len(plan.files) + 1} files"),
         ("tokenizer", _tokenizer(data["tokenizer"]) + f", EOS {eos}"),
+        *_costs(plan),
         ("plan hash", plan.plan_hash),
         ("weights hash", model["weights_sha256"]),
         ("config hash", model["config_sha256"]),
@@ -194,6 +238,17 @@ def _tokenizer(entry: dict[str, Any]) -> str:
     if entry["file"] is None:
         return "none: takes token ids alone"
     return f"{entry['file']}, {'with' if entry['chat_template'] else 'without'} a chat template"
+
+
+def _costs(plan: "Plan") -> list[tuple[str, str]]:
+    from pdscope.costs import CostTable
+
+    table = CostTable.of_plan(plan)
+    if table is None:
+        return []
+    machine = table.machine
+    parts = [f"{machine.cpu}, {machine.threads} threads, {machine.isa}", machine.gpu, machine.link]
+    return [("costs", f"{table.source}: {'; '.join(part for part in parts if part)}")]
 
 
 def _print_memory(plan: "Plan", as_json: bool) -> None:

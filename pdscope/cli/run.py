@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pdscope.engine import Engine
     from pdscope.generation import Completion
     from pdscope.observe import Trace
+    from pdscope.routing_trace import Recorder
 
 # 40 bytes a record; pages that stay unused take no memory.
 _MOST_RECORDS = 1 << 24
@@ -100,6 +101,13 @@ def _temperature(_ctx: click.Context, _param: click.Parameter, value: float) -> 
     type=GivenPath(dir_okay=False),
     help="Write every instruction as Chrome/Perfetto JSON (open in ui.perfetto.dev).",
 )
+@click.option(
+    "--save-routing",
+    type=GivenPath(dir_okay=False),
+    metavar="FILE",
+    help="Write which experts the gates chose, and which were predicted, as a routing.npz for "
+    "pdscope-simulate --trace. Predictions need a GPU plan. Slower.",
+)
 @click.option("--verify", is_flag=True, help="Check the SHA-256 of every file of the plan first.")
 def main(
     plan: Path,
@@ -109,6 +117,7 @@ def main(
     as_json: bool,
     machine: dict[str, Any],
     trace_file: Path | None,
+    save_routing: Path | None,
     verify: bool,
     **options: Any,
 ) -> None:
@@ -123,11 +132,14 @@ def main(
     pdscope-run plan/ --chat                     # a conversation, on a terminal
     pdscope-run plan/ --json < prompt.txt
     pdscope-run plan/ --prompt Hi --trace out.json
+    pdscope-run plan/ --prompt Hi --save-routing routing.npz
 
     PDSCOPE_DEBUG=1 says what was loaded, 2 adds timings, 6 sums up the instruction trace.
     """
     if trace_file is not None:
-        _check_trace_file(trace_file)
+        _check_file("--trace", trace_file)
+    if save_routing is not None:
+        _check_file("--save-routing", save_routing)
     conversation = chat and prompt is None and not as_json and _terminal()
     if prompt is None and _terminal() and not conversation:
         raise click.UsageError("Give --prompt, --chat, or a prompt on standard input.")
@@ -160,6 +172,7 @@ def main(
             )
         with ExitStack() as stack:
             trace = _tracing(stack, engine, trace_file, options["max_new_tokens"], conversation)
+            routing = _recording(stack, engine) if save_routing is not None else None
             if conversation:
                 from pdscope.cli.conversation import converse
 
@@ -173,6 +186,10 @@ def main(
                 )
         if trace is not None:
             _finish_trace(trace, trace_file, plan)
+        if routing is not None and save_routing is not None:
+            found = routing.trace()
+            found.save(save_routing)
+            click.echo(f"routing of {len(found.position)} rows written to {save_routing}", err=True)
         if completion is not None and as_json:
             _print_json(engine, completion, load_seconds)
 
@@ -182,14 +199,14 @@ def _terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def _check_trace_file(file: Path) -> None:
-    """Before the model runs: whether the trace can be written at its end."""
+def _check_file(option: str, file: Path) -> None:
+    """Before the model runs: whether what it gives can be written at its end."""
     target = Path(os.path.realpath(file))
     if not target.parent.is_dir():
-        raise InputError(f"--trace {file}: there is no folder {target.parent}")
+        raise InputError(f"{option} {file}: there is no folder {target.parent}")
     special = target.exists() and not target.is_file()
     if not os.access(target if special else target.parent, os.W_OK):
-        raise InputError(f"--trace {file}: cannot be written: choose a folder that you may write")
+        raise InputError(f"{option} {file}: cannot be written: choose a folder that you may write")
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -308,6 +325,12 @@ def _tracing(
     prefill = engine.info.max_context // engine.info.max_rows + 2
     capacity = min(per_step * (min(steps, engine.info.max_context) + prefill), _MOST_RECORDS)
     return stack.enter_context(engine.main.trace(capacity))
+
+
+def _recording(stack: ExitStack, engine: "Engine") -> "Recorder":
+    from pdscope.routing_trace import Recorder
+
+    return stack.enter_context(Recorder(engine.plan.model["experts"]).watch(engine.main))
 
 
 def _finish_trace(trace: "Trace", file: Path | None, plan: Path) -> None:

@@ -120,13 +120,16 @@ typedef struct pds_gpu_info {
   uint64_t weight_bytes;  /* of what is used: what is no expert, */
   uint64_t slot_bytes;    /* and the experts' slots; the rest is sessions' */
   uint64_t expert_bytes;  /* one slot */
+  uint64_t recompiles[3]; /* in decode, batch and prefill: layers that were recompiled, */
+  uint64_t recompile_ns[3]; /* and what that took since their routes were known */
   const char *name;       /* of the device; lives as long as the engine */
 } pds_gpu_info;
 
 /* What crossed the link for one layer. */
 typedef struct pds_ledger {
   uint64_t loads, load_bytes;     /* on demand */
-  uint64_t prefetches;            /* experts */
+  uint64_t drafted, drafted_right; /* experts that drafts for the layer named; of these, activated */
+  uint64_t prefetches;            /* of these, those that were nowhere on the GPU and set out */
   uint64_t useful_bytes;          /* prefetched, and then activated; */
   uint64_t late_bytes;            /* of these, expected to come after the layer asked */
   uint64_t wasted_bytes;          /* prefetched and not activated: what was sent of them */
@@ -183,6 +186,7 @@ typedef struct pds_learned {
   int32_t *e, *prev;      /* [.., top_k] */
   int32_t *prev_next;     /* [.., top_k of the next layer]; also where prefill does not know it in time */
   int32_t *target;        /* [.., top_k of the next layer] */
+  float *scores;          /* [.., experts of the next layer] what it chose by: its gate's scores, bias included, no group masked */
   uint32_t n;             /* out: tokens copied */
   uint64_t total;         /* out: tokens kept since the learner was switched on, replaced ones included */
 } pds_learned;
@@ -215,9 +219,12 @@ typedef struct pds_costs {
 typedef struct pds_schedule {
   const char *policy;         /* "adaptsched", ...; NULL: that one */
   const pds_costs *costs;
-  const uint32_t *popularity; /* [layers, experts of the layer that has most]; NULL: all alike */
+  const uint32_t *popularity; /* [layers, experts of the layer that has most]: share of tokens that activate each,
+                               * in 1/65536; NULL: all alike */
   const uint32_t *hit_q16;    /* [layers, 3]: hit rate of predictions for the layer, in decode, batch and
                                * prefill, in 1/65536; NULL: not known */
+  const uint32_t *sure_q16;   /* [layers, 3]: how sure its predictor must be of an expert for a draft to name it;
+                               * NULL: drafts name all that are predicted */
 } pds_schedule;
 
 typedef struct pds_session_options {
@@ -299,10 +306,14 @@ typedef struct pds_tap_event {
   uint8_t arg;
   uint32_t rows;
   uint32_t cols;         /* of data; hidden rows are padded with zeros to a multiple of 32 */
-  const float *data;     /* norm, attention, mlp, combine, embed: the residual or normed rows [rows, cols]; gate: routing weights [rows, top_k] */
-  const int32_t *ids;    /* gate: expert ids [rows, top_k]; else NULL */
+  const float *data;     /* norm, attention, mlp, combine, embed: the residual or normed rows [rows, cols]; gate: routing weights [rows, top_k]; predict:
+                          * how sure it is of each expert, [rows that predict, top_k] */
+  const int32_t *ids;    /* gate: expert ids [rows, top_k]; predict: those of the next layer; else NULL */
   const int32_t *predicted; /* gate that predicts: experts of the next layer [rows, predicted_cols]; else NULL */
   uint32_t predicted_cols;
+  uint32_t n_logits;       /* rows of the step that want logits */
+  const int32_t *position; /* of the step's rows, */
+  const int32_t *seq;      /* and their sequences: embed; else NULL */
 } pds_tap_event;
 typedef void (*pds_tap_fn)(void *user, const pds_tap_event *event);
 

@@ -51,7 +51,6 @@ struct CUstream_st {
   bool blocking; /* synchronises with the NULL stream */
   op *head, *tail;
   int64_t reached; /* end of the last work that is done */
-  bool in_line;    /* wall clock: its head waits for a copy engine */
 };
 
 struct CUevent_st {

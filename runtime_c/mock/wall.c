@@ -32,12 +32,13 @@ static bool is_copy(const op *o) {
   return o->kind == OP_H2D || o->kind == OP_D2H;
 }
 
-/* No other copy of this direction was ready earlier. */
+/* No other copy of this direction was ready earlier, be its thread awake yet or not. */
 static bool first_in_line(const op *o) {
   for (CUstream s = mock.streams; s; s = s->next) {
     const op *other = s->head;
-    if (!s->in_line || other->kind != o->kind || other == o) continue;
-    if (other->ready < o->ready || (other->ready == o->ready && other->seq < o->seq)) return false;
+    if (!other || other == o || other->started || other->kind != o->kind) continue;
+    const int64_t ready = other->ready < s->reached ? s->reached : other->ready;
+    if (ready < o->ready || (ready == o->ready && other->seq < o->seq)) return false;
   }
   return true;
 }
@@ -52,12 +53,9 @@ static bool wait_for_turn(CUstream stream) {
     if (o->awaited->done && o->ready < o->awaited->end) o->ready = o->awaited->end;
   }
   while (o->never && mock.lost == CUDA_SUCCESS) pthread_cond_wait(&mock.changed, &mock.lock);
-  if (is_copy(o)) {
-    stream->in_line = true;
+  if (is_copy(o))
     while ((mock.engines[o->kind].current || !first_in_line(o)) && mock.lost == CUDA_SUCCESS)
       pthread_cond_wait(&mock.changed, &mock.lock);
-    stream->in_line = false;
-  }
   return mock.lost == CUDA_SUCCESS;
 }
 

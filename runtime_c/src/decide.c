@@ -202,3 +202,15 @@ void pds_decide(const pds_decision_in *in, pds_decision *out) {
   out->why = (pds_decision_why){.global_i = -1, .local_i = -1};
   decide[in->policy](in, out);
 }
+
+void pds_look_up(const pds_decision_table *table, const pds_decision_in *in, pds_decision *out) {
+  uint32_t counts = table->top_k + 1, most = 2 * table->top_k;
+  int64_t bucket = (pds_time(in->backlog) + table->step - 1) / table->step;
+  if (bucket > table->buckets - 1) bucket = table->buckets - 1;
+  uint32_t slots = in->free_slots < most ? in->free_slots : most;
+  uint64_t at = ((uint64_t)in->n_cur * counts + in->n_next) * table->buckets + (uint32_t)bucket;
+  const uint8_t *entry = table->entries + 2 * (at * (most + 1) + slots);
+  out->why = (pds_decision_why){.global_i = -1, .local_i = -1};
+  pds_take_on(in, entry[0], out);
+  pds_take_pre(in, entry[1], out);
+}

@@ -107,13 +107,26 @@ typedef struct pds_decision {
 /* Fills everything of *out but the two pointers. What of cur is not in `on` runs on the CPU. */
 void pds_decide(const pds_decision_in *in, pds_decision *out);
 
+/* Decode's decisions by counts, made by compiler/decode_table.py: entries[N][M][bucket][slots], two bytes
+ * each, on-demand loads and prefetches. N and M from 0 to top_k, slots to 2 top_k; a bucket holds `step`
+ * ns of backlog, bucket 0 none, and the last all that is more. */
+typedef struct pds_decision_table {
+  const uint8_t *entries;
+  uint32_t top_k, buckets;
+  int64_t step;
+} pds_decision_table;
+
+/* The decision of one row, as pds_decide makes it for the longest backlog of the bucket; `why` has nothing
+ * in it. n_cur and n_next are at most top_k. */
+void pds_look_up(const pds_decision_table *table, const pds_decision_in *in, pds_decision *out);
+
 /* An expert in a slot, as a policy sees it. */
 typedef struct pds_cached {
   int32_t layer;       /* -1: the slot is empty */
   uint32_t expert;
   uint32_t popularity;
-  uint32_t used;       /* step in which it was last activated or loaded */
-  uint32_t score;      /* its routing weights, a decaying mean in 1/65536: see pds_score */
+  uint32_t used;       /* step in which it was last activated */
+  uint32_t score;      /* in 1/65536, when it was last activated: see pds_score */
   uint32_t kept;       /* not 0: may not be taken now (in use, on its way, or prefetched and not yet asked for) */
 } pds_cached;
 
@@ -126,8 +139,15 @@ int32_t pds_victim(uint32_t policy, const pds_cached *slots, uint32_t n, int32_t
  * empty when the layer is over. */
 int32_t pds_policy_keeps(uint32_t policy);
 
-/* A cached expert's score after a step in which its routing weight was `weight` (0: not activated). */
-uint32_t pds_score(uint32_t score, uint32_t weight);
+/* Not 0: the policy prefetches, so it asks what the next layer's experts will be. */
+int32_t pds_policy_predicts(uint32_t policy);
+
+/* An expert's score when its layer activates it, with this routing weight, `age` steps after the last time.
+ * hybrimoe's is the mean of its weights over about 8 steps, the others' the part of about 32 steps that
+ * activated it. It decays by itself: pds_victim counts what is left of it. The caller keeps one for every
+ * expert of every layer, in a slot or not, which begins as its popularity: those that lose their history
+ * with their slot are taken in and thrown out again. */
+uint32_t pds_score(uint32_t policy, uint32_t score, uint32_t weight, uint32_t age);
 
 /* The curve at `tokens` (at most PDS_MAX_ROWS). */
 int64_t pds_cost_at(const pds_cost_curve *curve, uint32_t tokens);

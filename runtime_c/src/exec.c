@@ -148,11 +148,17 @@ static pds_status fetch(const exec *e, pds_buffer buffer, uint64_t bytes) {
 static pds_status tap(const exec *e, const pds_instr *in, uint32_t index) {
   const pds_step_ctx *ctx = e->ctx;
   uint32_t pitch = (ctx->plan->hidden + 31) / 32 * 32;
+  const pds_predictor *predictor;
   pds_tap_event event = {.layer = e->program->layer,
                          .instr = (uint16_t)index,
                          .opcode = in->opcode,
                          .arg = in->arg,
-                         .rows = ctx->rows};
+                         .rows = ctx->rows,
+                         .n_logits = ctx->n_logits};
+  if (in->opcode == PDS_OP_EMBED) {
+    event.position = ctx->position;
+    event.seq = ctx->seq;
+  }
   switch (in->opcode) {
   case PDS_OP_EMBED:
   case PDS_OP_ATTENTION:
@@ -175,10 +181,18 @@ static pds_status tap(const exec *e, const pds_instr *in, uint32_t index) {
     event.ids = pds_buf(ctx, PDS_BUF_ROUTE_ID);
     event.cols = e->program->top_k;
     if (ctx->predicts && in->flags & PDS_INSTR_PREDICT) {
-      const pds_predictor *p = &ctx->plan->layers[e->program->layer].predictor;
+      predictor = &ctx->plan->layers[e->program->layer].predictor;
       event.predicted = pds_buf(ctx, PDS_BUF_PREDICT_ID);
-      event.predicted_cols = ctx->plan->layers[p->target].gate.top_k;
+      event.predicted_cols = ctx->plan->layers[predictor->target].gate.top_k;
     }
+    break;
+  case PDS_OP_PREDICT:
+    if (!ctx->predicts) break;
+    event.data = pds_buf(ctx, PDS_BUF_PREDICT_W);
+    event.ids = pds_buf(ctx, PDS_BUF_PREDICT_ID);
+    predictor = &ctx->plan->layers[e->program->layer].predictor;
+    event.cols = ctx->plan->layers[predictor->target].gate.top_k;
+    event.rows = pds_predicting(ctx);
     break;
   case PDS_OP_LM_HEAD:
     event.data = pds_buf(ctx, PDS_BUF_LOGITS);

@@ -100,7 +100,11 @@ pds_status pds_gpu_copy(pds_gpu *gpu, void *to, const void *from, uint64_t bytes
 }
 
 bool pds_gpu_predicts(const pds_gpu *gpu) {
-  return gpu->policy.policy != PDS_POLICY_STATIC && gpu->residency.ring;
+  return pds_policy_predicts(gpu->policy.policy) && gpu->residency.ring;
+}
+
+bool pds_gpu_predicts_by_nets(const pds_gpu *gpu) {
+  return gpu->policy.policy == PDS_POLICY_ADAPTSCHED || gpu->policy.policy == PDS_POLICY_PAPER;
 }
 
 pds_status pds_gpu_host_work(pds_gpu *gpu, const char *name, uint32_t n, const uint32_t *tokens) {
@@ -276,8 +280,8 @@ static pds_status fill(pds_gpu *gpu) {
 
 /* Everything of the host's that a GPU needs lies in one mapping. */
 typedef struct gpu_layout {
-  uint64_t files, residency, ready, freed, demand, spec, popularity, hits, ledger, paused, dues,
-      loads, ahead, pool, scratch, total;
+  uint64_t files, residency, ready, freed, demand, spec, popularity, score, seen, hits, sure,
+      ledger, paused, dues, loads, ahead, pool, scratch, total;
 } gpu_layout;
 
 static uint64_t place(uint64_t *end, uint64_t bytes) {
@@ -297,7 +301,10 @@ static gpu_layout layout_of(const pds_plan *plan, const pds_residency *r) {
   at.demand = place(&end, (PDS_MAX_EXPERTS + r->ring) * sizeof(pds_transfer));
   at.spec = place(&end, r->ring * sizeof(pds_transfer));
   at.popularity = place(&end, 4 * experts);
+  at.score = place(&end, 4 * experts);
+  at.seen = place(&end, 4 * experts);
   at.hits = place(&end, 4 * 3 * (uint64_t)r->layers);
+  at.sure = place(&end, 4 * 3 * (uint64_t)r->layers);
   at.ledger = place(&end, r->layers * sizeof(pds_ledger));
   at.paused = place(&end, 4 * (uint64_t)r->layers);
   at.dues = place(&end, 3 * PDS_MAX_EXPERTS * sizeof(pds_due));
@@ -332,7 +339,10 @@ static pds_status host_part(const pds_plan *plan, const pds_programs *programs, 
   gpu->link.spec = (pds_transfers){.at = (pds_transfer *)(base + at.spec), .room = r.ring};
   pds_gpu_policy *p = &gpu->policy;
   p->popularity = (uint32_t *)(base + at.popularity);
+  p->score = (uint32_t *)(base + at.score);
+  p->seen = (uint32_t *)(base + at.seen);
   p->hit_q16 = (uint32_t *)(base + at.hits);
+  p->sure_q16 = (uint32_t *)(base + at.sure);
   p->ledger = (pds_ledger *)(base + at.ledger);
   p->paused = (uint32_t *)(base + at.paused);
   p->cur = (pds_due *)(base + at.dues);

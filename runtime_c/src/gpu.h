@@ -107,17 +107,22 @@ typedef struct pds_gpu_policy {
   uint32_t policy;
   pds_costs costs;
   uint32_t *popularity; /* [layers][experts] */
+  uint32_t *score;      /* [layers][experts]: pds_score, when the expert was last activated, */
+  uint32_t *seen;       /* and the step of that */
   uint32_t *hit_q16;  /* [layers][3]: of prefetches for the layer, by phase; follows what happens */
+  uint32_t *sure_q16; /* [layers][3]: pds_schedule.sure_q16 */
   pds_ledger *ledger; /* [layers] */
   uint32_t *paused;   /* [layers]: decisions without prefetching that are left */
   pds_due *cur, *res, *next;
   pds_load *on, *pre;
   /* The link as decisions see it: what is queued, and how long each takes; never asked of the driver. */
-  int64_t free_at;        /* from the last decision: when the link has moved all on-demand loads */
-  int64_t elapsed;        /* what this layer and the next attention are expected to take */
-  uint32_t ahead;         /* prefetches behind them */
-  uint16_t *ahead_expert; /* [ring], in order */
-  uint32_t now;           /* steps */
+  int64_t free_at; /* from the last decision: when the link has moved all on-demand loads */
+  int64_t elapsed; /* what this layer and the next attention are expected to take */
+  uint64_t draft[PDS_MAX_EXPERTS / 64];    /* experts that the next layer is expected to activate */
+  uint32_t ahead;                          /* prefetches behind them */
+  uint16_t *ahead_expert;                  /* [ring], in order */
+  uint32_t now;                            /* steps */
+  uint64_t recompiles[3], recompile_ns[3]; /* pds_gpu_info */
 } pds_gpu_policy;
 
 struct pds_gpu {
@@ -214,8 +219,10 @@ pds_status pds_gpu_wait(pds_gpu *gpu, CUevent event);
 pds_status pds_gpu_wait_stream(pds_gpu *gpu, CUstream stream);
 /* Copies to, from or within the device, and waits. */
 pds_status pds_gpu_copy(pds_gpu *gpu, void *to, const void *from, uint64_t bytes, pds_kv_way way);
-/* Whether decisions use predictions. */
+/* Whether decisions use predictions, and whether those are PhasePer's nets': rivals have the next layer's
+ * gate. */
 bool pds_gpu_predicts(const pds_gpu *gpu);
+bool pds_gpu_predicts_by_nets(const pds_gpu *gpu);
 /* Waits for both streams; a device that makes no progress for too long has stopped, which is an error. */
 pds_status pds_gpu_drain(pds_gpu *gpu);
 /* The host is busy with `n` pieces of work: in a virtual clock's time. */

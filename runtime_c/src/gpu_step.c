@@ -4,6 +4,7 @@
 
 #include "gpu.h"
 #include "net.h"
+#include "trace.h"
 
 /* --- launching --- */
 
@@ -179,6 +180,7 @@ pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *h
   gpu->policy.now++;
   gpu->policy.free_at = gpu->policy.elapsed = 0;
   gpu->policy.ahead = 0;
+  memset(gpu->policy.draft, 0, sizeof gpu->policy.draft);
   PDS_RETURN_IF_ERROR(send_rows(out));
   PDS_RETURN_IF_ERROR(send_tables(out));
   return launch(out, PDS_KERNEL_ROPE, 0, 0, NULL, 0);
@@ -234,6 +236,7 @@ static pds_status on_cpu(pds_gpu_step *step, const pds_instr *in, uint32_t *out_
     PDS_RETURN_IF_ERROR(pds_gpu_host_work(step->gpu, "cpu.embed", 1, rows));
     return to_device(step, PDS_BUF_HID, 4 * host->rows * hidden_bytes(step->gpu->plan));
   case PDS_OP_PREDICT:
+    if (!host->predicts) return PDS_OK;
     PDS_RETURN_IF_ERROR(wait_for_routes(step));
     pds_op_predict(host, step->layer);
     return pds_gpu_host_work(step->gpu, "cpu.predict", 1, rows);
@@ -284,13 +287,22 @@ static pds_status on_gpu(pds_gpu_step *step, const pds_program *program, const p
   }
 }
 
+static pds_status recompile(pds_gpu_step *step, const pds_program *program, const pds_instr *in) {
+  pds_gpu_policy *policy = &step->gpu->policy;
+  const uint64_t begin = pds_now_ns();
+  PDS_RETURN_IF_ERROR(pds_gpu_recompile(step, program, in));
+  policy->recompiles[program->phase]++;
+  policy->recompile_ns[program->phase] += pds_now_ns() - begin;
+  return PDS_OK;
+}
+
 pds_status pds_gpu_instr(pds_gpu_step *step, const pds_program *program, const pds_instr *in,
                          uint32_t *out_experts) {
   step->layer = program->layer < 0 ? 0 : (uint32_t)program->layer;
   switch (in->opcode) {
   case PDS_OP_RECOMPILE:
     PDS_RETURN_IF_ERROR(wait_for_routes(step));
-    PDS_RETURN_IF_ERROR(pds_gpu_recompile(step, program, in));
+    PDS_RETURN_IF_ERROR(recompile(step, program, in));
     break;
   case PDS_OP_LOAD:
   case PDS_OP_PREFETCH: break; /* recompile has queued them: the pump below sends them out */

@@ -11,13 +11,14 @@ static const uint32_t CAPACITY[2] = {PDS_LEARN_PREFILL, PDS_LEARN_DECODE};
 
 /* Parts of a row, as byte offsets. */
 typedef struct row_layout {
-  uint32_t w, e, prev, next, target, total;
+  uint32_t w, scores, e, prev, next, target, total;
 } row_layout;
 
-static row_layout lay_out(uint32_t hidden, uint32_t k, uint32_t next_k) {
+static row_layout lay_out(uint32_t hidden, uint32_t k, uint32_t next_k, uint32_t experts) {
   row_layout at;
   at.w = (uint32_t)pds_round_up(2 * (uint64_t)hidden, 4);
-  at.e = at.w + 4 * k;
+  at.scores = at.w + 4 * k;
+  at.e = at.scores + 4 * experts;
   at.prev = at.e + 2 * k;
   at.next = at.prev + 2 * k;
   at.target = at.next + 2 * next_k;
@@ -25,12 +26,14 @@ static row_layout lay_out(uint32_t hidden, uint32_t k, uint32_t next_k) {
   return at;
 }
 
-static uint32_t next_k_of(const pds_plan *plan, uint32_t layer) {
-  return plan->layers[plan->layers[layer].predictor.target].gate.top_k;
+static const pds_gate *target_of(const pds_plan *plan, uint32_t layer) {
+  return &plan->layers[plan->layers[layer].predictor.target].gate;
 }
 
 static uint64_t row_bytes(const pds_plan *plan, uint32_t layer) {
-  return lay_out(plan->hidden, plan->layers[layer].gate.top_k, next_k_of(plan, layer)).total;
+  const pds_gate *target = target_of(plan, layer);
+  return lay_out(plan->hidden, plan->layers[layer].gate.top_k, target->top_k, target->experts)
+      .total;
 }
 
 static uint64_t header_bytes(const pds_plan *plan) {
@@ -63,7 +66,8 @@ pds_learn *pds_learn_place(void *memory, const pds_plan *plan, const uint8_t *wa
       pds_ring *ring = &learn->rings[2 * i + phase];
       ring->capacity = CAPACITY[phase];
       ring->k = plan->layers[i].gate.top_k;
-      ring->next_k = next_k_of(plan, i);
+      ring->next_k = target_of(plan, i)->top_k;
+      ring->experts = target_of(plan, i)->experts;
       ring->row_bytes = (uint32_t)row_bytes(plan, i);
       ring->rows = end;
       end += (uint64_t)ring->row_bytes * ring->capacity;
@@ -104,7 +108,7 @@ static int32_t row_before(const pds_step_ctx *ctx, uint32_t row) {
 static void stage(pds_step_ctx *ctx, pds_learn *learn, uint32_t layer, const pds_ring *ring) {
   const pds_plan *plan = ctx->plan;
   const uint32_t hidden = plan->hidden, stride = (hidden + 31) / 32 * 32, k = ring->k;
-  const row_layout at = lay_out(hidden, k, ring->next_k);
+  const row_layout at = lay_out(hidden, k, ring->next_k, ring->experts);
   const uint32_t first = ctx->rows > ring->capacity ? ctx->rows - ring->capacity : 0;
   const float *xn = pds_buf(ctx, PDS_BUF_XN), *w = pds_buf(ctx, PDS_BUF_ROUTE_W);
   const int32_t *id = pds_buf(ctx, PDS_BUF_ROUTE_ID);
@@ -125,14 +129,23 @@ static void stage(pds_step_ctx *ctx, pds_learn *learn, uint32_t layer, const pds
   learn->layer = layer;
 }
 
-/* ROUTE_ID has become that of the layer that the staged rows' one predicts. */
+static void put_scores(float *to, const float *score, const float *bias, uint32_t n) {
+  for (uint32_t e = 0; e < n; e++) to[e] = bias ? score[e] + bias[e] : score[e];
+}
+
+/* ROUTE_ID and GATE have become those of the layer that the staged rows' one predicts. */
 static void add_targets(pds_step_ctx *ctx, pds_learn *learn, const pds_ring *ring) {
   const uint32_t k = ring->next_k, first = ctx->rows - learn->staged;
-  const row_layout at = lay_out(ctx->plan->hidden, ring->k, k);
+  const row_layout at = lay_out(ctx->plan->hidden, ring->k, k, ring->experts);
+  const pds_tensor *b = &target_of(ctx->plan, learn->layer)->bias;
+  const float *bias = b->dtype == PDS_NONE ? NULL : pds_weight(ctx, b, 0);
+  const size_t stride = (ring->experts + PDS_LANES - 1) / PDS_LANES * PDS_LANES;
+  const float *score = (const float *)pds_buf(ctx, PDS_BUF_GATE) + first * stride;
   const int32_t *id = pds_buf(ctx, PDS_BUF_ROUTE_ID);
   unsigned char *to = learn->staged_rows;
   for (uint32_t i = 0; i < learn->staged; i++, to += ring->row_bytes) {
     put_ids(to + at.target, id + (size_t)(first + i) * k, k);
+    put_scores((float *)(to + at.scores), score + i * stride, bias, ring->experts);
     if (learn->before[i] >= 0) put_ids(to + at.next, id + (size_t)learn->before[i] * k, k);
   }
 }
@@ -179,18 +192,19 @@ pds_status pds_learn_copy(pds_learn *learn, const pds_plan *plan, pds_learned *o
   out->n = 0;
   out->total = atomic_load_explicit(&ring->total, memory_order_relaxed);
   if (!out->a) return PDS_OK;
-  if (!out->w || !out->e || !out->prev || !out->prev_next || !out->target)
+  if (!out->w || !out->e || !out->prev || !out->prev_next || !out->target || !out->scores)
     return pds_fail(PDS_ERR_ARGUMENT, "learned tokens: a null pointer");
   if (atomic_exchange_explicit(&ring->busy, true, memory_order_acquire))
     return pds_fail(PDS_ERR_BUSY, "a step is writing these tokens; read them again");
   const uint64_t total = atomic_load_explicit(&ring->total, memory_order_relaxed);
   const uint32_t n = total < ring->capacity ? (uint32_t)total : ring->capacity;
   const uint32_t hidden = plan->hidden, k = ring->k, next_k = ring->next_k;
-  const row_layout at = lay_out(hidden, k, next_k);
+  const row_layout at = lay_out(hidden, k, next_k, ring->experts);
   for (uint32_t i = 0; i < n; i++) {
     const unsigned char *row = ring->rows + (total - n + i) % ring->capacity * ring->row_bytes;
     memcpy(out->a + (size_t)i * hidden, row, 2 * (size_t)hidden);
     memcpy(out->w + (size_t)i * k, row + at.w, 4 * (size_t)k);
+    memcpy(out->scores + (size_t)i * ring->experts, row + at.scores, 4 * (size_t)ring->experts);
     get_ids(out->e + (size_t)i * k, row + at.e, k);
     get_ids(out->prev + (size_t)i * k, row + at.prev, k);
     get_ids(out->prev_next + (size_t)i * next_k, row + at.next, next_k);

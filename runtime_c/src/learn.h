@@ -15,13 +15,14 @@
 
 #include "step.h"
 
-/* The tokens of one layer and phase. A row: a [hidden] bf16, w [k] fp32, e and prev [k], then
- * prev_next and target [next_k] as 16-bit ids, PDS_LEARN_NONE where there is none. */
+/* The tokens of one layer and phase. A row: a [hidden] bf16, w [k] and scores [experts of the next
+ * layer] fp32, e and prev [k], then prev_next and target [next_k] as 16-bit ids, PDS_LEARN_NONE
+ * where there is none. */
 typedef struct pds_ring {
   _Atomic bool busy; /* being written or copied */
   _Atomic uint64_t total;
-  unsigned char *rows; /* [capacity]; NULL: this layer keeps none */
-  uint32_t capacity, k, next_k, row_bytes;
+  unsigned char *rows;                              /* [capacity]; NULL: this layer keeps none */
+  uint32_t capacity, k, next_k, experts, row_bytes; /* experts: of the next layer */
 } pds_ring;
 
 enum { PDS_LEARN_NONE = 0xffff };

@@ -58,7 +58,9 @@ static uint32_t popularity_of(const placing *p, uint32_t layer, uint32_t expert)
   return p->policy->popularity[(size_t)layer * p->residency->experts + expert];
 }
 
+/* Sum of an expert's routing weights, for the policies that look at it. */
 static uint32_t weight_of(const placing *p, const pds_hole *hole) {
+  if (p->policy->policy != PDS_POLICY_HYBRIMOE && p->policy->policy != PDS_POLICY_APEX) return 0;
   const float *weight = pds_buf(p->step->host, PDS_BUF_ROUTE_W);
   const int32_t *sorted = pds_buf(p->step->host, PDS_BUF_EXPERT_ROWS);
   double sum = 0;
@@ -78,6 +80,12 @@ static void settle_prefetches(placing *p, const uint8_t *activated, const pds_tr
                               uint32_t n_recalled) {
   pds_gpu_policy *policy = p->policy;
   pds_ledger *ledger = &policy->ledger[p->layer];
+  for (uint32_t e = 0; e < p->residency->experts; e++) {
+    if (!(policy->draft[e / 64] >> e % 64 & 1)) continue;
+    ledger->drafted++;
+    ledger->drafted_right += activated[e];
+  }
+  memset(policy->draft, 0, sizeof policy->draft);
   const uint64_t bytes = p->gpu->plan->layers[p->layer].experts.gate_up.stride;
   uint32_t hits = 0;
   for (uint32_t j = 0; j < policy->ahead; j++) {
@@ -109,6 +117,27 @@ static void settle_prefetches(placing *p, const uint8_t *activated, const pds_tr
   ledger->pauses++;
 }
 
+static size_t expert_at(const placing *p, uint32_t layer, uint32_t expert) {
+  return (size_t)layer * p->residency->experts + expert;
+}
+
+/* An activated expert's score, which it has with or without a slot. */
+static uint32_t score_of(placing *p, const pds_due *due) {
+  pds_gpu_policy *policy = p->policy;
+  const size_t at = expert_at(p, p->layer, due->expert);
+  policy->score[at] = pds_score(policy->policy, policy->score[at],
+                                due->weight / p->step->host->rows, policy->now - policy->seen[at]);
+  policy->seen[at] = policy->now;
+  return policy->score[at];
+}
+
+/* A slot that an expert was just given. */
+static void label(placing *p, int32_t slot, uint32_t layer, uint32_t expert) {
+  pds_cached *cached = pds_cached_of(p->residency, slot);
+  cached->score = p->policy->score[expert_at(p, layer, expert)];
+  cached->used = p->policy->seen[expert_at(p, layer, expert)];
+}
+
 /* cur and res of the running layer; who is there is in use from now on. */
 static void list_activated(placing *p) {
   const pds_step_ctx *host = p->step->host;
@@ -121,6 +150,7 @@ static void list_activated(placing *p) {
                          .popularity = popularity_of(p, p->layer, hole->expert),
                          .weight = weight_of(p, hole)};
     const int32_t slot = pds_slot_of(p->residency, p->layer, hole->expert);
+    const uint32_t score = score_of(p, &due);
     p->hole_of[hole->expert] = (uint16_t)i;
     if (slot == PDS_NO_SLOT) {
       policy->cur[p->n_cur++] = due;
@@ -134,7 +164,7 @@ static void list_activated(placing *p) {
       cached->kept = PDS_KEPT_IN_USE;
       cached->used = policy->now;
       cached->popularity = due.popularity;
-      cached->score = pds_score(cached->score, due.weight);
+      cached->score = score;
     }
     if (is_late)
       late[n_late++] = i;
@@ -156,7 +186,8 @@ static void list_activated(placing *p) {
   sort(policy->cur, p->n_cur);
 }
 
-/* The predicted experts of the next layer that are not there; those that are stay. */
+/* The next layer's draft: the experts that the predictor is sure of. Those that are not on the GPU are
+ * listed, for the decision to prefetch; those that are stay. */
 static void list_predicted(placing *p, uint32_t capacity) {
   const pds_step_ctx *host = p->step->host;
   if (!capacity || !host->predicts) return;
@@ -165,6 +196,7 @@ static void list_predicted(placing *p, uint32_t capacity) {
   const uint32_t picks = pds_predicting(host) * gate->top_k;
   const int32_t *id = pds_buf(host, PDS_BUF_PREDICT_ID);
   const float *weight = pds_buf(host, PDS_BUF_PREDICT_W);
+  const double least = p->policy->sure_q16[3 * target + p->program->phase];
   uint32_t count[PDS_MAX_EXPERTS];
   double sum[PDS_MAX_EXPERTS];
   memset(count, 0, gate->experts * sizeof *count);
@@ -175,6 +207,9 @@ static void list_predicted(placing *p, uint32_t capacity) {
   }
   for (uint32_t e = 0; e < gate->experts; e++) {
     if (!count[e]) continue;
+    const double sure = sum[e] / count[e] * 65536;
+    if (sure < least) continue;
+    p->policy->draft[e / 64] |= (uint64_t)1 << e % 64;
     uint64_t tokens = (uint64_t)count[e] * host->predict_step;
     if (tokens > host->rows) tokens = host->rows;
     const int32_t slot = pds_slot_of(p->residency, target, e);
@@ -185,7 +220,6 @@ static void list_predicted(placing *p, uint32_t capacity) {
       continue;
     }
     /* In decode tokens say nothing: how sure the predictor is ranks them. */
-    const double sure = sum[e] / count[e] * 65536;
     p->policy->next[p->n_next++] =
         (pds_due){.expert = e,
                   .tokens = (uint32_t)tokens,
@@ -326,6 +360,7 @@ static uint32_t bind_loads(placing *p, const pds_decision *d) {
       pds_slot_assign(p->residency, slot = taken[i % n], p->layer, e, popularity, policy->now);
     else
       return i;
+    label(p, slot, p->layer, e);
     const pds_transfer t = {
         .layer = p->layer, .expert = e, .slot = slot, .again = i >= n, .hole = bind(p, e, slot)};
     pds_link_load(p->gpu, &t);
@@ -343,6 +378,7 @@ static void bind_prefetches(placing *p, const pds_decision *d, uint32_t capacity
         pds_slot_take(p->residency, policy->policy, p->layer + 1, e,
                       popularity_of(p, p->layer + 1, e), PDS_KEPT_AHEAD, policy->now);
     if (slot == PDS_NO_SLOT) return;
+    label(p, slot, p->layer + 1, e);
     const pds_transfer t = {.layer = p->layer + 1, .expert = e, .slot = slot};
     pds_link_prefetch(p->gpu, &t);
     policy->ahead_expert[policy->ahead++] = (uint16_t)e;
@@ -412,7 +448,7 @@ pds_status pds_gpu_recompile(pds_gpu_step *step, const pds_program *program, con
 
 uint32_t pds_gpu_unload(pds_gpu_step *step) {
   pds_residency *r = &step->gpu->residency;
-  const bool keep = pds_policy_keeps(step->gpu->policy.policy) != 0;
+  const bool keep = pds_policy_keeps(step->gpu->policy.policy);
   uint32_t n = 0;
   for (uint32_t i = 0; i < r->ring; i++) {
     pds_cached *c = &r->cached[i];

@@ -64,12 +64,13 @@ static int64_t gpu_end(const ahead *a, moment t, uint32_t loads) {
   return larger(larger(end, first) + chain, last);
 }
 
-/* The next layer's end, and the fewest loads that reach it. The more loads, the later the GPU and the
+/* The next layer's end, and the fewest loads that reach it; room, most: prefetches, and loads in all,
+ * that the slots allow. The more loads, the later the GPU and the
  * earlier the CPU: the best is where they cross. */
-static int64_t least(const ahead *a, moment t, uint32_t room, uint32_t *loads) {
+static int64_t least(const ahead *a, moment t, uint32_t room, uint32_t most, uint32_t *loads) {
   int64_t span = pds_time(t.now - (t.link ? t.link : a->io_start));
   t.moved = smaller(span * a->in->hit_q16 >> 16, room * a->io); /* of prefetches, R_hit is needed */
-  uint32_t low = 0, high = a->in->n_next;
+  uint32_t low = 0, high = most;
   while (low < high) {
     uint32_t middle = (low + high) / 2;
     if (gpu_end(a, t, middle) < cpu_end(a, t, middle))
@@ -89,11 +90,11 @@ static int64_t least(const ahead *a, moment t, uint32_t room, uint32_t *loads) {
   return end;
 }
 
-/* How many of the `wanted` experts' transfers start before the next layer's gate output is known; the
+/* How many of the `most` experts' transfers start before the next layer's gate output is known; the
  * last of them, partly hidden, only for a positive xi. */
-static uint32_t started(const pds_decision_in *in, int64_t link, uint32_t n_on, uint32_t wanted,
+static uint32_t started(const pds_decision_in *in, int64_t link, uint32_t most,
                         pds_decision_why *why) {
-  int64_t io = pds_io_expert(in), most = smaller(pds_room_pre(in, n_on), wanted);
+  int64_t io = pds_io_expert(in);
   int64_t free_from = link ? link : pds_time(in->costs->io_start);
   why->hidden = larger(why->layer_end + pds_time(in->attention) - free_from, 0);
   int64_t c = (why->hidden + io - 1) / io;
@@ -101,7 +102,7 @@ static uint32_t started(const pds_decision_in *in, int64_t link, uint32_t n_on, 
   why->late = c * io - why->hidden;
   why->xi = in->hit_q16 * io > why->late * 65536;
   if (!in->hit_q16) return 0;
-  if (c > most) return (uint32_t)most;
+  if (c > most) return most;
   return (uint32_t)(why->xi || !c ? c : c - 1);
 }
 
@@ -131,19 +132,30 @@ void pds_decide_adaptsched(const pds_decision_in *in, pds_decision *out) {
       cpu -= pds_due_cpu(in, due);
     }
     int64_t end = larger(gpu, on < n ? a.cpu_start + cpu : 0);
-    uint32_t wanted;
     moment t = {.now = end + pds_time(in->attention), .link = link};
-    int64_t next_end = least(&a, t, pds_room_pre(in, on), &wanted);
-    if (!on || next_end < why->next_end || (next_end == why->next_end && end < why->layer_end)) {
-      why->next_end = next_end;
-      why->layer_end = end;
-      best_on = on;
-      best_link = link;
-      best_wanted = wanted;
+    uint32_t pre = pds_room_pre(in, on), most = in->n_next;
+    /* A stream of loads needs one slot: prefetches that take all leave none, or one stays away. */
+    bool takes_all = in->stream && pre == in->free_slots;
+    if (takes_all)
+      most = pre;
+    else if (!in->stream && in->free_slots < most)
+      most = in->free_slots;
+    for (int other = 0; other <= (takes_all && pre); other++) {
+      if (other) most = in->n_next;
+      uint32_t room = pre - (uint32_t)other, wanted;
+      int64_t next_end = least(&a, t, room, most, &wanted);
+      if ((!on && !other) || next_end < why->next_end ||
+          (next_end == why->next_end && end < why->layer_end)) {
+        why->next_end = next_end;
+        why->layer_end = end;
+        best_on = on;
+        best_link = link;
+        best_wanted = room < wanted ? room : wanted;
+      }
     }
   }
 
-  uint32_t pre = started(in, best_link, best_on, best_wanted, why);
+  uint32_t pre = started(in, best_link, best_wanted, why);
   if (in->phase == PDS_PHASE_PREFILL)
     why->mode = PDS_MODE_PREFILL;
   else if (best_on)

@@ -3,13 +3,28 @@
 
 enum { APEX_WINDOW = 256 }; /* steps after which an expert counts as long unused */
 
-uint32_t pds_score(uint32_t score, uint32_t weight) {
-  return (uint32_t)(((uint64_t)score * 7 + weight) >> 3);
+/* What is left of a score: half of it after each HALF_LIFE steps, and a straight line between. For a part
+ * of 1/2^k added at each activation, ln 2 / -ln(1 - 1/2^k) steps: 5 for 1/8, 22 for 1/32. */
+static uint32_t left_of(uint32_t policy, uint32_t score, uint32_t age) {
+  uint32_t half_life = policy == PDS_POLICY_HYBRIMOE ? 5 : 22, halved = age / half_life;
+  if (halved > 31) return 0;
+  uint32_t left = score >> halved;
+  return left - (uint32_t)((uint64_t)left * (age % half_life) / (2 * half_life));
+}
+
+uint32_t pds_score(uint32_t policy, uint32_t score, uint32_t weight, uint32_t age) {
+  uint64_t part = policy == PDS_POLICY_HYBRIMOE ? weight >> 3 : 65536 >> 5;
+  uint64_t sum = left_of(policy, score, age) + part;
+  return sum < UINT32_MAX ? (uint32_t)sum : UINT32_MAX;
 }
 
 int32_t pds_policy_keeps(uint32_t policy) {
   return policy != PDS_POLICY_STATIC && policy != PDS_POLICY_ONDEMAND &&
          policy != PDS_POLICY_FIDDLER;
+}
+
+int32_t pds_policy_predicts(uint32_t policy) {
+  return pds_policy_keeps(policy) && policy != PDS_POLICY_LRU;
 }
 
 /* Recently used, often used, soon used: each in 1/65536. */
@@ -25,8 +40,7 @@ static uint32_t worth(uint32_t policy, const pds_cached *slot, uint32_t layer, u
                       uint32_t age) {
   switch (policy) {
   case PDS_POLICY_ADAPTSCHED:
-  case PDS_POLICY_HYBRIMOE: return slot->score;
-  case PDS_POLICY_PAPER: return slot->popularity;
+  case PDS_POLICY_HYBRIMOE: return left_of(policy, slot->score, age);
   case PDS_POLICY_FATE: /* shallow layers are predicted worst, and keep their experts longest */
     return n_layers - (uint32_t)slot->layer;
   case PDS_POLICY_APEX: return apex_worth(slot, layer, n_layers, age);

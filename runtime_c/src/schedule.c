@@ -71,10 +71,12 @@ pds_status pds_engine_set_schedule(pds_engine *engine, const pds_schedule *sched
   p->policy = policy;
   p->costs = *schedule->costs;
   for (size_t i = 0; i < (size_t)r->layers * r->experts; i++)
-    p->popularity[i] = schedule->popularity ? schedule->popularity[i] : 0;
+    p->score[i] = p->popularity[i] = schedule->popularity ? schedule->popularity[i] : 0;
+  for (size_t i = 0; i < (size_t)r->layers * r->experts; i++) p->seen[i] = p->now;
   for (uint32_t i = 0; i < 3 * r->layers; i++) {
     const uint32_t hit = schedule->hit_q16 ? schedule->hit_q16[i] : 65536 / 2;
     p->hit_q16[i] = hit < 65536 ? hit : 65536;
+    p->sure_q16[i] = schedule->sure_q16 ? schedule->sure_q16[i] : 0;
   }
   memset(p->ledger, 0, r->layers * sizeof *p->ledger);
   memset(p->paused, 0, r->layers * sizeof *p->paused);
@@ -110,5 +112,7 @@ pds_status pds_engine_get_gpu(const pds_engine *engine, pds_gpu_info *out_info) 
                                            gpu->expert_bytes,
                              .expert_bytes = gpu->expert_bytes,
                              .name = gpu->name};
+  memcpy(out_info->recompiles, gpu->policy.recompiles, sizeof out_info->recompiles);
+  memcpy(out_info->recompile_ns, gpu->policy.recompile_ns, sizeof out_info->recompile_ns);
   return PDS_OK;
 }

@@ -235,7 +235,8 @@ static pds_status run_step(pds_session *session, const pds_batch *batch, pds_log
   ctx.predicts =
       engine->gpu ? pds_gpu_predicts(engine->gpu) : pds_llc_begin(&engine->llc, batch->n);
   if (engine->gpu) ctx.predict_step = (batch->n + plan->predict_rows - 1) / plan->predict_rows;
-  if (ctx.predicts) ctx.nets = atomic_load_explicit(&engine->nets, memory_order_acquire);
+  if (ctx.predicts && (!engine->gpu || pds_gpu_predicts_by_nets(engine->gpu)))
+    ctx.nets = atomic_load_explicit(&engine->nets, memory_order_acquire);
   ctx.predictions = session->predictions;
   ctx.n_predictions = session->n_predictions;
   ctx.learn = atomic_load_explicit(&engine->learn, memory_order_acquire);
@@ -280,6 +281,10 @@ pds_status pds_predict(pds_session *session, const pds_prediction *asked, float 
 pds_status pds_measure(pds_session *session, const pds_measurement *asked, int64_t *out_ns) {
   if (!asked || !out_ns) return pds_fail(PDS_ERR_ARGUMENT, "measurement: a null pointer");
   PDS_RETURN_IF_ERROR(enter(session));
+  if (session->engine->gpu)
+    return leave(session, pds_fail(PDS_ERR_ARGUMENT,
+                                   "measurement: it times the CPU's kernels: create the engine "
+                                   "without a GPU"));
   pds_step_ctx ctx = context_of(session);
   return leave(session, pds_measure_part(session, &ctx, asked, out_ns));
 }

@@ -404,7 +404,7 @@ def test_the_default_is_bounded_by_the_disk() -> None:
     rows = default_rows(wide)
     assert 40_000 < rows < 131_072
     assert 2 * rows * wide.row_bytes() <= 16 << 30
-    assert default_rows(TraceShape(256, 32, 4, tuple(range(8)), none, none)) == 131_072
+    assert default_rows(TraceShape(256, 32, 4, tuple(range(8)), none, none)) == 1 << 20
     per_layer = (wide.row_bytes() - 13) / 48
     assert per_layer == 2 * 2048 + 8 * 8
     help_text = " ".join(run_here("pdscope-compile", "--help").out.split())

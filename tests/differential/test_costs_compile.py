@@ -74,6 +74,10 @@ def test_auto_measures_this_machine(measured: Path, plans: PlanStore) -> None:
     assert table.cpu.expert.curve.tokens[-1] == 1024  # 512 rows x top-2
     assert table.cpu.predict is not None and table.cpu.shared is None
     assert check_plan(plan) == []
+    assert (
+        f"costs         measured: {table.machine.cpu}, "
+        in run_here("pdscope-inspect", measured).out
+    )
     without = Plan.open(plans.compile(MODEL))
     assert "costs.json" not in without.files and CostTable.of_plan(without) is None
     assert plan.plan_hash == without.plan_hash

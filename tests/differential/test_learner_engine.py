@@ -28,6 +28,7 @@ from support.runs import random_ids
 from support.tiny_configs import random_tiny_config, save_random_model
 
 import pdscope
+from pdscope.compiler.phaseper.evaluate import choice_scores, plan_gates
 from pdscope.engine import Engine
 from pdscope.errors import InputError, PdscopeError
 from pdscope.ir.isa import NormSite, Opcode
@@ -86,6 +87,7 @@ class Seen:
     def __init__(self, engine: Engine) -> None:
         self.layers = moe_layers(engine.plan.path)
         self.hidden = engine.plan.model["hidden"]
+        self.gates = plan_gates(engine.plan)
         self.last: dict[int, dict[int, Ids]] = {}
         self.rows: dict[tuple[int, str], list[tuple[Any, ...]]] = {}
         self.taken: dict[int, tuple[Floats, Floats, Ids]] = {}
@@ -101,7 +103,8 @@ class Seen:
         phase = "decode" if len(set(seqs)) == len(seqs) else "prefill"
         for layer, following in zip(self.layers, self.layers[1:], strict=False):
             a, w, e = self.taken[layer]
-            target = self.taken[following][2]
+            x, _, target = self.taken[following]
+            scores = choice_scores(self.gates[following], x @ self.gates[following].weight.T)
             for row, seq in enumerate(seqs):
                 none = np.full(e.shape[1], -1, np.int32)
                 prev, then = none, none
@@ -110,7 +113,7 @@ class Seen:
                     prev, then = e[before], target[before]
                 elif seq in self.last:
                     prev, then = self.last[seq][layer], self.last[seq][following]
-                one = (a[row], w[row], e[row], prev, then, target[row])
+                one = (a[row], w[row], e[row], prev, then, target[row], scores[row])
                 self.rows.setdefault((layer, phase), []).append(one)
         for row, seq in enumerate(seqs):
             self.last[seq] = {layer: self.taken[layer][2][row] for layer in self.layers}
@@ -156,6 +159,7 @@ def check_rows(rows: Rows, expected: list[tuple[Any, ...]]) -> None:
     columns = [np.stack(column) for column in zip(*expected, strict=True)]
     a = (bf16_bits(columns[0]).astype(np.uint32) << 16).view(np.float32)
     assert np.array_equal(rows.a, a)
+    assert np.allclose(rows.scores, columns.pop(), rtol=1e-4, atol=1e-6)
     for name, column in zip(("w", "e", "prev", "prev_next", "target"), columns[1:], strict=True):
         assert np.array_equal(getattr(rows, name), column), name
 

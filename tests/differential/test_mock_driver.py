@@ -127,7 +127,10 @@ def test_a_module_for_another_driver(gpu: Driver) -> None:
     assert gpu.cuModuleLoadData(ffi().new("CUmodule *"), image) == "CUDA_ERROR_INVALID_IMAGE"
     assert "pds_twin_module" in gpu.last()
     before = gpu.counter("modules")
+    gpu.configure("kernel.mix.base=100")
+    assert gpu.launch("mix", gpu.stream(), gpu.alloc(1)) == "CUDA_SUCCESS"
     gpu.ok.cuModuleUnload(gpu.module)
+    assert gpu.pds_mock_now() == 100  # its kernels are done
     assert gpu.counter("modules") == before - 1
     out = ffi().new("CUfunction *")
     assert gpu.cuModuleGetFunction(out, gpu.module, b"mix") == "CUDA_ERROR_INVALID_HANDLE"
@@ -588,6 +591,8 @@ def test_pinned_memory_has_a_limit(gpu: Driver) -> None:
     memory = np.zeros(2048, np.uint32)
     assert gpu.cuMemHostRegister(at(memory), 8192, 0) == "CUDA_ERROR_OUT_OF_MEMORY"
     gpu.ok.cuMemHostRegister(at(memory), 4096, 0)
+    overlaps = gpu.cuMemHostRegister(at(memory, 1023), 8, 0)
+    assert overlaps == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
     assert gpu.cuMemHostAlloc(out, 1, 0) == "CUDA_ERROR_OUT_OF_MEMORY"
     assert "0 of 8192 may still be pinned" in gpu.last()
     gpu.ok.cuMemHostUnregister(at(memory))
@@ -942,6 +947,37 @@ def test_wall_times_are_close(library: Driver) -> None:
     assert wanted <= took < 1.02 * wanted
     assert submitted < 0.1 * wanted
     library.configure("reset")
+
+
+def test_wall_work_counts_from_what_it_waited_for(library: Driver) -> None:
+    gpu = library
+    gpu.configure("reset; clock=wall; kernel.mix.base=20ms")
+    gpu.open()
+    a, b, to = gpu.stream(), gpu.stream(), gpu.alloc(1)
+    assert gpu.launch("mix", a, to) == "CUDA_SUCCESS"
+    first = mark(gpu, a)
+    gpu.ok.cuStreamWaitEvent(b, first, 0)
+    assert gpu.launch("mix", b, to) == "CUDA_SUCCESS"
+    second = mark(gpu, b)
+    gpu.ok.cuEventSynchronize(second)
+    assert when(gpu, second) - when(gpu, first) >= 20_000_000
+    gpu.configure("reset")
+
+
+def test_wall_copies_are_served_in_order(library: Driver) -> None:
+    """Of eight streams that wait for the link, the one that was ready first."""
+    gpu = library
+    gpu.configure("reset; clock=wall; h2d_start=0; h2d_latency=2ms")
+    gpu.open()
+    streams = [gpu.stream() for _ in range(8)]
+    rng = np.random.default_rng(1)
+    for _ in range(4):
+        events = [copy(gpu, streams[i], 16) for i in rng.permutation(8)]
+        for event in events:
+            gpu.ok.cuEventSynchronize(event)
+        times = [when(gpu, e) for e in events]
+        assert times == sorted(times)
+    gpu.configure("reset")
 
 
 def test_wall_kernels_of_two_streams_run_at_once(library: Driver) -> None:

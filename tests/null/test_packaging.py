@@ -43,7 +43,7 @@ def test_package_list_is_complete() -> None:
 
 def test_console_scripts_exist() -> None:
     scripts = CONFIG["project"]["scripts"]
-    assert len(scripts) == 4
+    assert len(scripts) == 5
     for name, target in scripts.items():
         module, function = target.split(":")
         assert callable(getattr(importlib.import_module(module), function)), name

@@ -18,7 +18,8 @@ enum {
   AT_ID = 0,
   AT_W = 4 * MOST_ROWS * NEXT_K,
   AT_XN = 2 * AT_W,
-  SCRATCH = AT_XN + 4 * MOST_ROWS * HIDDEN
+  AT_GATE = AT_XN + 4 * MOST_ROWS * HIDDEN,
+  SCRATCH = AT_GATE + 4 * MOST_ROWS * EXPERTS
 };
 
 /* Layers 0 and 2 have experts; 0 predicts 2. */
@@ -52,6 +53,7 @@ static void open_fixture(fixture *f) {
   f->plan.buffer_offset[PDS_BUF_ROUTE_ID] = AT_ID;
   f->plan.buffer_offset[PDS_BUF_ROUTE_W] = AT_W;
   f->plan.buffer_offset[PDS_BUF_XN] = AT_XN;
+  f->plan.buffer_offset[PDS_BUF_GATE] = AT_GATE;
   f->memory = zeroed(pds_learn_bytes(&f->plan, WANTED));
   f->learn = pds_learn_place(f->memory, &f->plan, WANTED);
   f->scratch = zeroed(SCRATCH);
@@ -76,9 +78,11 @@ static void routed(fixture *f, uint32_t layer, uint32_t value) {
   const uint32_t k = LAYERS[layer].gate.top_k;
   float *xn = pds_buf(&f->ctx, PDS_BUF_XN), *w = pds_buf(&f->ctx, PDS_BUF_ROUTE_W);
   int32_t *id = pds_buf(&f->ctx, PDS_BUF_ROUTE_ID);
+  float *score = pds_buf(&f->ctx, PDS_BUF_GATE);
   for (uint32_t i = 0; i < f->ctx.rows; i++) {
     const uint32_t v = (value + i) % EXPERTS;
     for (uint32_t c = 0; c < HIDDEN; c++) xn[i * HIDDEN + c] = (float)v;
+    for (uint32_t e = 0; e < EXPERTS; e++) score[i * EXPERTS + e] = (float)(v + e);
     for (uint32_t r = 0; r < k; r++) w[i * k + r] = (float)v, id[i * k + r] = (int32_t)v;
   }
   pds_learn_routed(&f->ctx, layer);
@@ -96,7 +100,7 @@ static void step(fixture *f, uint32_t value, uint32_t rows, uint32_t phase) {
 
 typedef struct copy {
   uint16_t a[PDS_LEARN_PREFILL][HIDDEN];
-  float w[PDS_LEARN_PREFILL][K];
+  float w[PDS_LEARN_PREFILL][K], scores[PDS_LEARN_PREFILL][EXPERTS];
   int32_t e[PDS_LEARN_PREFILL][K], prev[PDS_LEARN_PREFILL][K];
   int32_t prev_next[PDS_LEARN_PREFILL][NEXT_K], target[PDS_LEARN_PREFILL][NEXT_K];
 } copy;
@@ -109,7 +113,8 @@ static pds_learned asked(copy *to, uint32_t phase) {
                        .e = to->e[0],
                        .prev = to->prev[0],
                        .prev_next = to->prev_next[0],
-                       .target = to->target[0]};
+                       .target = to->target[0],
+                       .scores = to->scores[0]};
 }
 
 /* Each row is of one token. */
@@ -124,6 +129,7 @@ static uint32_t value_of(const copy *c, uint32_t row) {
     CHECK(c->w[row][r] == x);
   }
   for (uint32_t r = 0; r < NEXT_K; r++) CHECK_EQ(c->target[row][r], v);
+  for (uint32_t e = 0; e < EXPERTS; e++) CHECK(c->scores[row][e] == (float)(v + e));
   return v;
 }
 

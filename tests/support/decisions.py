@@ -4,6 +4,7 @@ May import pdscope.compiler and support.cc.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise
@@ -14,6 +15,7 @@ from support.cc import shared_object
 
 from pdscope.compiler.decision import (
     ONE_Q16,
+    Cached,
     Decision,
     Due,
     Eq6,
@@ -104,6 +106,15 @@ class InC:
         return Decision(
             self.loads(self.on, self.made.n_on), self.loads(self.pre, self.made.n_pre), Why(**raw)
         )
+
+    def victim(
+        self, policy: Policy, slots: Sequence[Cached], layer: int, n_layers: int, now: int
+    ) -> int | None:
+        for i, s in enumerate(slots):
+            self.cached[i] = (s.layer, s.expert, s.popularity, s.used, s.score, s.kept)
+        args = (self.cached, len(slots), layer, n_layers, now)
+        found = int(self.lib.pds_victim(policy.number, *args))
+        return None if found < 0 else found
 
     @staticmethod
     def loads(array: Any, n: int) -> tuple[Load, ...]:

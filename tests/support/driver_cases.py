@@ -223,7 +223,12 @@ def bad_arguments(gpu: Driver) -> None:
     function = gpu.ok.cuModuleGetFunction(gpu.module, b"mix")
     params = ffi().new("params *", (ffi().sizeof("params"), 0, null(), 0, to, 1, 8))
     pointers = ffi().new("void *[]", [params])
-    for grid in ((0, 1, 1, 1, 1, 1), (1, 1, 1, 2048, 1, 1), (1, 70000, 1, 1, 1, 1)):
+    for grid in (
+        (0, 1, 1, 1, 1, 1),
+        (1, 1, 1, 2048, 1, 1),
+        (1, 70000, 1, 1, 1, 1),
+        (1, 1, 1, 32, 64, 1),
+    ):
         assert gpu.cuLaunchKernel(function, *grid, 0, stream, pointers, null()) == value
     gpu.ok.cuMemsetD8Async(to, 0, 32, stream)
     assert gpu.launch("mix", stream, to, 9, 8) == "CUDA_SUCCESS"

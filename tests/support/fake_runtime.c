@@ -254,7 +254,12 @@ pds_status pds_step(pds_session *s, const pds_batch *b, pds_logits *out) {
     if (s->tap) {
       int32_t ids[2] = {0, 1};
       float data[2] = {0.25f, 0.75f};
-      pds_tap_event e = {layer, 0, layer >= 0, 0, 1, 2, data, layer < 0 ? NULL : ids};
+      pds_tap_event e = {.layer = layer,
+                         .opcode = layer >= 0,
+                         .rows = 1,
+                         .cols = 2,
+                         .data = data,
+                         .ids = layer < 0 ? NULL : ids};
       s->tap(s->tap_user, &e);
     }
   }

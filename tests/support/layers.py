@@ -1,8 +1,10 @@
 """Layers of real models on real machines, at random: what decisions are judged on.
 
-Costs are derived from the paper's tables (an expert over the link with AsyncIO: table 3; one token
-on a CPU and on a GPU: table 2) and, for the H200, from measurements: 51 GB/s over the link, 105
-GB/s of memory beside it, 13 TFLOP/s of AMX. Many tokens are counted at the matrix units' rate.
+Costs are derived from the paper's tables (an expert over the link with AsyncIO: table 3; one
+token on a CPU and on a GPU: table 2) and, for the H200, from measurements: 51 GB/s over the link,
+105 GB/s of memory beside it, 13 TFLOP/s of AMX. Many tokens are counted at the rate of the matrix
+units.
+
 May import pdscope.compiler and support.decisions.
 """
 
@@ -23,6 +25,7 @@ class Model:
     experts: int
     top_k: int
     mflop: float  # of one expert and token
+    parts: int  # of 4 MiB, in which an expert crosses the link
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Machine:
         )
 
 
-MIXTRAL, QWEN, DEEPSEEK = Model(8, 2, 352.0), Model(128, 8, 9.4), Model(64, 6, 17.3)
+MIXTRAL, QWEN, DEEPSEEK = Model(8, 2, 352.0, 84), Model(128, 8, 9.4, 3), Model(64, 6, 17.3, 5)
 
 MACHINES = (
     Machine("a100 mixtral", MIXTRAL, 13980, 2880, 1370, 230, 60, 1.2, 180, (500, 3.0)),

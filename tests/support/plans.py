@@ -31,3 +31,17 @@ class PlanStore:
         text = json.dumps([str(model), sorted(options.items())])
         key = f"{model.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         return self.once(key, lambda out: pdscope.compile(model, out, **options))
+
+
+def small_gpu_plan(plans: PlanStore) -> Path:
+    """Of the bundled model, for a GPU with some resident experts and a ring of slots."""
+    from support.assets import BUNDLED
+
+    return plans.compile(
+        BUNDLED / "tiny-mixtral",
+        dtype="bf16",
+        max_context=512,
+        gpu_mem="29MB",
+        gpu_reserve=0,
+        costs="h200-emr16",
+    )

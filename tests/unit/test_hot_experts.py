@@ -47,7 +47,7 @@ def test_often_activated_ones_first() -> None:
 
 
 def test_time_saved_rather_than_frequency() -> None:
-    """Layer 0: four tokens of {0, 1}, {0, 1}, {0, 2}, {1, 2}; layer 1: {0, 1} twice, {0, 2}, {3, 1}.
+    """Layer 0: tokens {0, 1}, {0, 1}, {0, 2}, {1, 2}; layer 1: {0, 1} twice, {0, 2}, {3, 1}.
 
     Worked by hand, times a token: 0 experts 0, 1 expert 10 + 10 = 20, 2 experts 10 + 20 = 30. The
     first expert of a pair saves 30 - 20 = 10, the second one 20, as the job is not started at all.

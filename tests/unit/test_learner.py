@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,10 +20,11 @@ from support.predictors import reference
 from torch.nn import functional
 
 from pdscope import learner as learner_module
+from pdscope.compiler.phaseper import losses
 from pdscope.compiler.phaseper.nets import BLOCKS, NetShape
 from pdscope.errors import PdscopeError
 from pdscope.learner import KEPT, Key, Learner
-from pdscope.learner_nets import Rows, Trained, error, loss
+from pdscope.learner_nets import SLOPE, Rows, Trained, choice, error, loss
 from pdscope.learner_thread import LearnerThread
 from pdscope.predictors import PHASES, Net, bf16_bits
 
@@ -49,6 +51,10 @@ def random_net(phase: str, deep: bool, rng: np.random.Generator, width: int = 24
     )
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.float32(1 / (1 + np.exp(-x)))
+
+
 def choose(scores: np.ndarray) -> np.ndarray:
     return np.argsort(-scores, axis=1)[:, :K].astype(np.int32)
 
@@ -59,19 +65,24 @@ class Domain:
 
     MATRIX = np.float32(np.random.default_rng(99).normal(size=(HIDDEN, EXPERTS)))
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, near: "Domain | None" = None) -> None:
+        """near: text that this is mostly alike."""
         rng = np.random.default_rng(seed)
         self.directions = np.float32(rng.normal(size=(4, HIDDEN)))
         self.centre = np.float32(rng.normal(size=HIDDEN))
+        if near is not None:
+            self.directions = np.float32(0.4) * self.directions + near.directions
+            self.centre = np.float32(0.4) * self.centre + near.centre
 
     def rows(self, n: int, rng: np.random.Generator) -> Rows:
         a = self.centre + np.float32(rng.normal(size=(n, len(self.directions)))) @ self.directions
-        target = choose(a @ self.MATRIX)
+        scores = sigmoid(a @ self.MATRIX / 16)
+        target = choose(scores)
         e = choose(np.float32(rng.normal(size=(n, EXPERTS))))
         before = np.concatenate([np.full((1, K), -1, np.int32), target[:-1]])
         prev = np.concatenate([np.full((1, K), -1, np.int32), e[:-1]])
         w = np.full((n, K), 0.5, np.float32)
-        return Rows(np.float32(a), w, e, prev, before, target)
+        return Rows(np.float32(a), w, e, prev, before, target, scores)
 
 
 class Fed:
@@ -105,9 +116,46 @@ class Fed:
 def fitted(phase: str, deep: bool, domain: Domain, rng: np.random.Generator) -> Net:
     """A net that knows a domain."""
     net = Trained(random_net(phase, deep, rng))
-    for _ in range(20):
-        net.fit(domain.rows(512, rng))
+    shape = NetShape(HIDDEN, EXPERTS, net.net.width, deep, BLOCKS[phase])
+    leaves, tensors = torch_tensors(net)
+    adam = torch.optim.Adam(leaves.values(), lr=0.01)
+    for step in range(600):
+        adam.param_groups[0]["lr"] = 0.02 * (1 - step / 600)
+        rows = domain.rows(128, rng)
+        sparse = torch.from_numpy(net.sparse(rows))
+        logits = reference(shape, tensors(), torch.from_numpy(rows.a), sparse)
+        loss_ = losses.distill(logits, torch.from_numpy(choice(rows)), K).mean()
+        adam.zero_grad()
+        loss_.backward()
+        adam.step()
+    net.t = {name: leaf.detach().numpy() for name, leaf in leaves.items()}
     return net.rounded()
+
+
+def torch_tensors(
+    net: Trained,
+) -> tuple[dict[str, torch.Tensor], Callable[[], dict[str, torch.Tensor]]]:
+    """Copies of its tensors, and how `reference` takes them."""
+    leaves = {name: torch.from_numpy(t.copy()).requires_grad_() for name, t in net.t.items()}
+    both = net.net.width + EXPERTS
+
+    def tensors() -> dict[str, torch.Tensor]:
+        made = {
+            "in.weight": leaves["first"][:both],
+            "in.bias": leaves["bias"][:both],
+            "features.weight": leaves["features"],
+            "out.weight": leaves["out"],
+        }
+        if "block" in leaves:
+            made |= {
+                "gate.weight": leaves["first"][both:],
+                "gate.bias": leaves["bias"][both:],
+                "block.weight": leaves["block"],
+                "block.bias": leaves["block_bias"],
+            }
+        return made
+
+    return leaves, tensors
 
 
 # --- training ---
@@ -115,39 +163,64 @@ def fitted(phase: str, deep: bool, domain: Domain, rng: np.random.Generator) -> 
 
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("phase", PHASES)
-def test_logits_and_gradient_are_those_of_torch(phase: str, deep: bool) -> None:
+def test_logits_and_loss_are_those_of_torch(phase: str, deep: bool) -> None:
     rng = np.random.default_rng(0)
     net = Trained(random_net(phase, deep, rng))
     rows = Domain(0).rows(40, rng)
-    width, both = net.net.width, net.net.width + EXPERTS
-    leaves = {name: torch.from_numpy(t.copy()).requires_grad_() for name, t in net.t.items()}
-    tensors = {
-        "in.weight": leaves["first"][:both],
-        "in.bias": leaves["bias"][:both],
-        "features.weight": leaves["features"],
-        "out.weight": leaves["out"],
-    }
-    if deep:
-        tensors |= {
-            "gate.weight": leaves["first"][both:],
-            "gate.bias": leaves["bias"][both:],
-            "block.weight": leaves["block"],
-            "block.bias": leaves["block_bias"],
-        }
-    shape = NetShape(HIDDEN, EXPERTS, width, deep, BLOCKS[phase])
-    sparse = torch.from_numpy(net.sparse(rows))
-    logits = reference(shape, tensors, torch.from_numpy(rows.a), sparse)
-    wanted = torch.zeros(len(rows), EXPERTS).scatter_(1, torch.from_numpy(rows.target).long(), 1.0)
-    found = functional.binary_cross_entropy_with_logits(logits, wanted)
-    found.backward()
-    assert np.allclose(net.logits(rows), logits.detach().numpy(), atol=1e-5)
-    assert loss(net.logits(rows), rows.target) == pytest.approx(float(found.detach()), rel=1e-5)
-    slopes = net.gradient(rows)
-    assert set(slopes) == set(leaves)
-    for name, leaf in leaves.items():
-        assert leaf.grad is not None
-        expected = leaf.grad.numpy()
-        assert np.abs(slopes[name] - expected).max() <= 1e-5 * np.abs(expected).max() + 1e-9, name
+    shape = NetShape(HIDDEN, EXPERTS, net.net.width, deep, BLOCKS[phase])
+    _, tensors = torch_tensors(net)
+    with torch.no_grad():
+        logits = reference(
+            shape, tensors(), torch.from_numpy(rows.a), torch.from_numpy(net.sparse(rows))
+        )
+        assert np.allclose(net.logits(rows), logits.numpy(), atol=1e-5)
+        score = torch.from_numpy(rows.scores).log()
+        soft = torch.sigmoid(losses.SLOPE * (score - losses.edge(score, K)))
+        assert np.allclose(choice(rows), soft.numpy(), atol=1e-5)
+        least = functional.binary_cross_entropy(soft, soft)
+        found = losses.distill(logits, soft, K).mean() - least
+    assert loss(net.logits(rows), rows) == pytest.approx(float(found), rel=1e-3)
+    assert SLOPE == losses.SLOPE
+
+
+def test_choice_where_a_group_lost() -> None:
+    """An expert of a better score than a chosen one counts for nothing."""
+    rows = replace(
+        Domain(0).rows(1, np.random.default_rng(0)).take(slice(0, 1)),
+        scores=np.float32([[0.9, 0.5, 0.4, 0.1]]),
+        target=np.int32([[1, 2]]),
+    )
+    found = choice(rows)[0]
+    assert found[0] == 0 and found[1] > found[2] > 0.5 > found[3] > 0
+
+
+def test_fit_is_ridge_regression_of_what_is_linear() -> None:
+    rng = np.random.default_rng(0)
+    net = Trained(random_net("decode", True, rng))
+    rows = Domain(0).rows(600, rng)
+    before = {name: t.copy() for name, t in net.t.items()}
+    logits, h = net.logits(rows), net._forward(rows.a, net.sparse(rows))["h"]
+    sparse, width = net.sparse(rows), net.net.width
+    z = logits - np.sort(logits, 1)[:, -K - 1 : -K + 1].mean(1, keepdims=True)
+    lack = 2 * (choice(rows) - sigmoid(2 * z))
+    x = np.concatenate([h, rows.a, sparse, np.ones((600, 1))], 1).astype(np.float64)
+    ridge = 600 * np.mean(np.square(x)) * np.eye(x.shape[1])
+    step = np.linalg.solve(x.T @ x + ridge, x.T @ lack)
+    old = loss(logits, rows)
+    net.fit(rows)
+    moved = {name: t - before[name] for name, t in net.t.items()}
+    ends = np.cumsum([width, HIDDEN, sparse.shape[1]])
+    parts = [
+        moved["out"].T,
+        moved["first"][width : width + EXPERTS].T,
+        moved["features"][:, width:],
+        moved["bias"][None, width : width + EXPERTS],
+    ]
+    for found, expected in zip(parts, np.split(step, ends), strict=True):
+        assert np.allclose(found, expected, atol=1e-3 * np.abs(step).max())
+        found[:] = 0
+    assert not any(m.any() for m in moved.values())  # and nothing else
+    assert loss(net.logits(rows), rows) < old
 
 
 def test_error_is_the_share_of_the_experts_missed() -> None:
@@ -164,15 +237,15 @@ def test_products_stay_in_this_thread() -> None:
         np.zeros((160, 2048), np.float32), *(getattr(Domain(0).rows(160, rng), n) for n in _REST)
     )
     net.t["first"] = np.float32(rng.normal(size=(len(net.t["first"]), 2048)))
-    net.gradient(wide)
+    net.fit(wide)
     own, all_threads = time.thread_time(), time.process_time()
     for _ in range(20):
-        net.gradient(wide)
+        net.fit(wide)
     own, all_threads = time.thread_time() - own, time.process_time() - all_threads
     assert all_threads < 1.2 * own
 
 
-_REST = ("w", "e", "prev", "prev_next", "target")
+_REST = ("w", "e", "prev", "prev_next", "target", "scores")
 
 
 # --- decisions ---
@@ -183,7 +256,8 @@ def test_domain_shift_triggers_and_is_learned(deep: bool) -> None:
     """Quiet at home; behind the shift each phase falls below the threshold within 10 triggers, on
     tokens that nothing has learned from. A window of 16 tokens by itself is a noisy figure."""
     rng = np.random.default_rng(1)
-    home, away = Domain(1), Domain(2)
+    home = Domain(1)
+    away = Domain(2, home)
     nets = {(0, phase): fitted(phase, deep, home, rng) for phase in PHASES}
     source = Fed()
     learner = Learner(nets, [0], source)
@@ -203,19 +277,25 @@ def test_domain_shift_triggers_and_is_learned(deep: bool) -> None:
     def miss(net: Net) -> float:
         return float(error(Trained(net).logits(test), test.target).mean())
 
-    assert all(miss(net) > 0.25 for net in nets.values())
-    feed(away, 90)
-    report = learner.report()
+    assert all(miss(net) > 0.5 for net in nets.values())
+    fallen: dict[str, int] = {}  # triggers when the true error fell below the threshold
+    for _ in range(40):
+        feed(away, 1)
+        report = learner.report()
+        for phase in PHASES:
+            if phase not in fallen and miss(source.nets.get((0, phase), nets[0, phase])) < 0.25:
+                fallen[phase] = report[phase]["triggers"]
     assert report["seconds"] > 0
+    assert all(1 <= fallen[phase] <= 10 for phase in PHASES), (fallen, report)
     for phase in PHASES:
-        assert 1 <= report[phase]["triggers"] <= 10, report
         assert report[phase]["swaps"] >= 1
-        assert miss(source.nets[0, phase]) < 0.2, report
+        assert miss(source.nets[0, phase]) < 0.25, report
 
 
 def noise(rng: np.random.Generator, n: int) -> Rows:
     rows = Domain(0).rows(n, rng)
-    return replace(rows, target=choose(np.float32(rng.normal(size=(n, EXPERTS)))))
+    scores = sigmoid(rng.normal(size=(n, EXPERTS)))
+    return replace(rows, target=choose(scores), scores=scores)
 
 
 def test_what_would_predict_worse_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""Which experts have a slot of the ring, and which slot is given up next.
+
+May import numpy and pdscope.compiler.{decision,policies}.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdscope.compiler.decision import Cached, Policy
+from pdscope.compiler.policies import WINDOW, victim
+
+IN_USE, AHEAD = 1, 2  # kept
+_FEW = 24  # slots: up to so many, the policies' own function is as fast
+
+
+class Ring:
+    """Columns by slot. What of them is kept may not be taken."""
+
+    def __init__(self, policy: Policy, size: int, layers: int) -> None:
+        self.policy, self.size, self.layers = policy, size, layers
+        self.layer = np.full(size, -1, np.int64)
+        self.expert, self.popularity, self.used, self.score, self.kept = (
+            np.zeros(size, np.int64) for _ in range(5)
+        )
+        self.slot_of: dict[tuple[int, int], int] = {}
+
+    def free(self) -> int:
+        return int(np.count_nonzero(self.kept == 0))
+
+    def drop(self, slot: int) -> None:
+        """Empties it."""
+        if self.layer[slot] < 0:
+            return
+        del self.slot_of[int(self.layer[slot]), int(self.expert[slot])]
+        self.layer[slot] = -1
+        for column in (self.expert, self.popularity, self.used, self.score, self.kept):
+            column[slot] = 0
+
+    def assign(self, slot: int, layer: int, expert: int, popularity: int, now: int) -> None:
+        """Who had it is gone; it is in use."""
+        self.drop(slot)
+        self.layer[slot], self.expert[slot] = layer, expert
+        self.popularity[slot], self.used[slot] = popularity, now
+        self.kept[slot] = IN_USE
+        self.slot_of[layer, expert] = slot
+
+    def take(self, layer: int, expert: int, popularity: int, kept: int, now: int) -> int | None:
+        """The slot that the policy takes first; None: all are kept."""
+        slot = self._victim(layer, now)
+        if slot is None:
+            return None
+        self.assign(slot, layer, expert, popularity, now)
+        self.kept[slot] = kept
+        return slot
+
+    def _victim(self, layer: int, now: int) -> int | None:
+        if self.size <= _FEW:
+            return victim(self.policy, self.cached(), layer, self.layers, now)
+        empty = np.flatnonzero(self.layer < 0)
+        if len(empty):
+            return int(empty[0])
+        free = np.flatnonzero(self.kept == 0)
+        if not len(free):
+            return None
+        age = now - self.used[free]
+        worth = self._worth(free, layer, age)
+        return int(free[np.lexsort((-age, worth))[0]])
+
+    def _worth(
+        self, free: NDArray[np.intp], layer: int, age: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        match self.policy:
+            case Policy.ADAPTSCHED | Policy.HYBRIMOE:
+                return self.score[free]
+            case Policy.PAPER:
+                return self.popularity[free]
+            case Policy.FATE:
+                return self.layers - self.layer[free]
+            case Policy.APEX:
+                recent = (WINDOW - np.minimum(age, WINDOW)) * (65536 // WINDOW)
+                often = np.minimum(self.popularity[free], 65536)
+                ahead = (self.layer[free] - layer) % self.layers
+                return np.asarray(recent + often + (self.layers - ahead) * 65536 // self.layers)
+            case _:
+                return np.zeros(len(free), np.int64)
+
+    def cached(self) -> list[Cached]:
+        """As policies see them."""
+        columns = (self.layer, self.expert, self.popularity, self.used, self.score, self.kept > 0)
+        return [Cached(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
