@@ -169,7 +169,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "costs.json no object": lambda p: (p / "costs.json").write_text("[]"),
     "hot_experts.json cut": lambda p: cut(p / "hot_experts.json", 20),
     "hot_experts.json missing": lambda p: (p / "hot_experts.json").unlink(),
-    "hot_experts.json without layers": lambda p: edit_json(p / "hot_experts.json", without("layers")),
+    "hot_experts.json without layers": lambda p: edit_json(
+        p / "hot_experts.json", without("layers")
+    ),
     "hot_experts.json of words": lambda p: edit_json(
         p / "hot_experts.json", lambda data: data["layers"][0].update(popularity=["a"])
     ),
@@ -213,4 +215,3 @@ def test_edited_plan_json(plan: Path, mock: Mock, mem: Any) -> None:
     edit_plan(plan, lambda data: data["gpu"].update(mem=mem))
     line = run(plan, "--device", "gpu").fault()
     assert "plan.json" in line or "GPU memory" in line
-
