@@ -42,7 +42,9 @@ TIMING = "h2d=1GB/s; kernel.*.base=2us; host.cpu.experts.base=5us"
 
 def steps(plan: Path, device: str = "gpu") -> Iterator[Floats]:
     """A load, a session, a prefill, two steps of decode and a fork: logits as they come."""
-    with loaded(plan, device=device, threads=1, policy="fate" if device == "gpu" else None) as engine:
+    with loaded(
+        plan, device=device, threads=1, policy="fate" if device == "gpu" else None
+    ) as engine:
         ids = random_ids(engine.info.vocab, 24)
         session = engine.session(max_seqs=2)
         try:

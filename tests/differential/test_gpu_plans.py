@@ -112,7 +112,11 @@ def test_everything_moves(plans: PlanStore, mock: Mock) -> None:
             moved[policy] = engine.gpu()["link"]
     assert not any(moved["static"].values())
     assert {p for p in POLICIES if moved[p]["loads"]} >= {"adaptsched", "ondemand", "fate", "lru"}
-    assert {p for p in POLICIES if moved[p]["prefetches"]} >= {"adaptsched", "pdscope-paper", "fate"}
+    assert {p for p in POLICIES if moved[p]["prefetches"]} >= {
+        "adaptsched",
+        "pdscope-paper",
+        "fate",
+    }
     assert any(m["wasted_bytes"] for m in moved.values())
     assert any(m["late_bytes"] for m in moved.values())
 
@@ -208,7 +212,9 @@ def no_numbers(net: Tensors) -> None:
         tensor.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("damage", [lambda net: None, huge, no_numbers], ids=["random", "huge", "nan"])
+@pytest.mark.parametrize(
+    "damage", [lambda net: None, huge, no_numbers], ids=["random", "huge", "nan"]
+)
 def test_predictors(
     plans: PlanStore, mock: Mock, tmp_path: Path, damage: Callable[[Tensors], None]
 ) -> None:

@@ -12,4 +12,5 @@
   X(engine)                                                                                        \
   X(fork)                                                                                          \
   X(cuda)                                                                                          \
+  X(gpu)                                                                                           \
   X(kernels)

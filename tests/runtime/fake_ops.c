@@ -131,12 +131,19 @@ void pds_op_shared_expert(pds_step_ctx *ctx, uint32_t layer) {
 }
 
 void pds_op_expert(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes, uint32_t n_holes) {
-  (void)layer;
   const int32_t *rows = pds_buf(ctx, PDS_BUF_EXPERT_ROWS);
   float *out = pds_buf(ctx, PDS_BUF_EXPERT_OUT);
-  for (uint32_t h = 0; h < n_holes; h++)
+  const pds_tensor *weights = &ctx->plan->layers[layer].experts.gate_up;
+  for (uint32_t h = 0; h < n_holes; h++) {
+    /* The file's bytes are zeros, so an expert's last word is 0, if it is there. */
+    const unsigned char *blob = ctx->blobs ? ctx->blobs[h]
+                                           : ctx->files[weights->file] + weights->offset +
+                                                 holes[h].expert * weights->stride;
+    float last;
+    memcpy(&last, blob + weights->stride - sizeof last, sizeof last);
     for (uint32_t i = 0; i < holes[h].rows; i++)
-      out[(size_t)rows[holes[h].first + i] * FAKE_HIDDEN] = (float)(holes[h].expert + 1);
+      out[(size_t)rows[holes[h].first + i] * FAKE_HIDDEN] = (float)(holes[h].expert + 1) + last;
+  }
 }
 
 void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes,
@@ -148,11 +155,15 @@ void pds_op_shared_and_expert(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes
 void pds_op_combine(pds_step_ctx *ctx, uint32_t layer, int shared) {
   (void)layer;
   const float *out = pds_buf(ctx, PDS_BUF_EXPERT_OUT);
+  const int32_t *id = pds_buf(ctx, PDS_BUF_ROUTE_ID);
   const float *always = pds_buf(ctx, PDS_BUF_SHARED_OUT);
   for (uint32_t r = 0; r < ctx->rows; r++) {
     float sum = shared ? always[(size_t)r * FAKE_HIDDEN] : 0;
-    for (uint32_t k = 0; k < FAKE_TOP_K; k++)
-      sum += out[(size_t)(r * FAKE_TOP_K + k) * FAKE_HIDDEN];
+    for (uint32_t k = 0; k < FAKE_TOP_K; k++) {
+      const uint32_t i = r * FAKE_TOP_K + k;
+      const float *from = ctx->on_gpu && !ctx->on_gpu[id[i]] ? ctx->cpu_out : out;
+      sum += from[(size_t)i * FAKE_HIDDEN];
+    }
     hid(ctx, r)[3] = sum;
   }
 }

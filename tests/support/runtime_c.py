@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from pdscope import config, runtime_c
 from pdscope.compiler.build import (
@@ -19,6 +21,7 @@ from pdscope.compiler.build import (
     available_isa_paths,
     machine,
 )
+from pdscope.compiler.passes.gpu_programs import ExpertSlots, gpu_programs
 from pdscope.ir.encode import encode
 from pdscope.ir.isa import PHASE_ROWS, HoleKind, Kind, NormSite, Opcode, Queue
 from pdscope.ir.program import Hole, HoleRef, Instr, Out, Program, worst_case_experts
@@ -90,6 +93,15 @@ def fake_programs() -> list[Program]:
     return programs
 
 
+def fake_gpu_programs() -> list[Program]:
+    """The same with a GPU: expert 1 stays there, and two slots are for the others."""
+    gate = SimpleNamespace(attrs=SimpleNamespace(experts=EXPERTS, top_k=TOP_K))
+    dense = SimpleNamespace(gate=None)
+    moe = SimpleNamespace(gate=gate, shared=True, predictor=None)
+    model: Any = SimpleNamespace(layers=(dense, moe))  # all that is looked at
+    return gpu_programs(model, ExpertSlots(((), (1,)), 2), MAX_ROWS)
+
+
 @dataclass(frozen=True)
 class TestProgram:
     """A built test program and the directory that it runs on."""
@@ -141,6 +153,7 @@ def build(
     data = folder / "data"
     data.mkdir(parents=True)
     program = encode(fake_programs())
+    (data / "program.gpu.bin").write_bytes(encode(fake_gpu_programs()))
     (data / "program.bin").write_bytes(program)
     with (data / "w.bin").open("wb") as file:
         file.truncate(WEIGHT_BYTES)

@@ -54,7 +54,7 @@ def test_thread_sanitizer(tmp_path: Path) -> None:
     """The kernels know no threads: one path is enough here."""
     built = sanitized(tmp_path, test_program.TSAN, ("scalar",))
     test_program.check(
-        built.run("base", "pool", "llc", "nets", "learn", "weights", "engine", "cuda")
+        built.run("base", "pool", "llc", "nets", "learn", "weights", "engine", "cuda", "gpu")
     )
 
 
