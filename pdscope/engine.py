@@ -191,6 +191,7 @@ class Engine:
             _choice("cache_prefetch", cache_prefetch or config.cache_prefetch(), CACHE_PREFETCH),
         )
         self._handle: EngineHandle | None = None
+        handle: EngineHandle | None = None
         try:
             handle, self._why_device = open_engine(
                 plan, device, lambda gpu: EngineHandle(plan, *options, gpu)
@@ -200,6 +201,8 @@ class Engine:
             self._policy = set_schedule(handle, plan, policy) if self._gpu else None
             predictors = self._set_predictors(handle)
         except PdscopeError:
+            if handle is not None:
+                handle.close()
             plan.check_unchanged()  # then what failed is a mixture of two plans
             raise
         plan.check_unchanged()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu import (
+    CONTEXT,
     DTYPES,
     MOCKS,
     POLICIES,
@@ -29,6 +30,7 @@ from support.gpu import (
     loaded,
     memory_of,
     mock,
+    model_of,
     on_cpu,
     pairwise,
     same,
@@ -300,3 +302,24 @@ def test_cancel_anywhere(plans: PlanStore, mock: Mock, timing: str) -> None:
             at += 1
         assert at > 20
         assert mock.counter("device_live") == live
+
+
+def test_measured_and_calibrated(plans: PlanStore, mock: Mock, tmp_path: Path) -> None:
+    """Costs measured here beside those of a described GPU, and predictors trained: a compile runs the
+    plan before there are programs for a GPU."""
+    text = tmp_path / "text.txt"
+    text.write_text("What should I eat for breakfast? Bread with butter, and an apple.\n" * 8)
+    plan = plans.compile(
+        model_of(plans, "tiny-mixtral"),
+        dtype="bf16",
+        max_context=CONTEXT,
+        max_rows=64,
+        gpu_mem="40MiB",
+        gpu_reserve=0,
+        costs="auto,h200-emr16",
+        calibration=str(text),
+        trace_records=64,
+    )
+    with loaded(plan, policy="pdscope-paper") as engine:
+        assert engine.predictor()["state"] == "on"
+        assert same(engine_run(engine), on_cpu(plans, plan))

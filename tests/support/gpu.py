@@ -4,6 +4,7 @@ and counters, and a run through everything that a session does.
 May import pdscope, numpy and support.{assets,cuda,plans,runs,tiny_configs}.
 """
 
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -137,6 +138,7 @@ class Mock(Driver):
 
     def nothing_left(self) -> None:
         """Fails if an engine that was closed has left something on the device."""
+        gc.collect()  # an exception's frames hold what they worked with
         names = ("device_live", "device_allocations", "pinned_live", "streams", "events", "modules")
         left = {name: n for name, n in self.state(*names).items() if n}
         assert not left, left
