@@ -17,10 +17,11 @@ pds_status pds_residency_count(const pds_programs *programs, uint32_t *out_hot,
       if (s->device != 0 || s->fmt != 0 || of_kind[s->kind]++) {
         char name[32];
         pds_program_name(p, name);
-        return pds_fail(PDS_ERR_VERIFY,
-                        "%s: slot %%%s: this library runs one resident slot and one ring, on GPU 0, "
-                        "in the plan's own format",
-                        name, s->name);
+        return pds_fail(
+            PDS_ERR_VERIFY,
+            "%s: slot %%%s: this library runs one resident slot and one ring, on GPU 0, "
+            "in the plan's own format",
+            name, s->name);
       }
       if (s->kind == PDS_SLOT_RESIDENT)
         hot += s->count;
@@ -91,8 +92,7 @@ void pds_slot_assign(pds_residency *r, int32_t slot, uint32_t layer, uint32_t ex
 
 int32_t pds_slot_take(pds_residency *r, uint32_t policy, uint32_t layer, uint32_t expert,
                       uint32_t popularity, uint32_t kept, uint32_t now) {
-  const int32_t victim =
-      pds_victim(policy, r->cached, r->ring, (int32_t)layer, r->layers, now);
+  const int32_t victim = pds_victim(policy, r->cached, r->ring, (int32_t)layer, r->layers, now);
   if (victim < 0) return PDS_NO_SLOT;
   const int32_t slot = (int32_t)r->hot + victim;
   pds_slot_assign(r, slot, layer, expert, popularity, now);

@@ -23,8 +23,7 @@ typedef struct pds_residency {
 
 /* The slots that programs declare. PDS_ERR_VERIFY where they are not the ones this runtime knows: at
  * most one resident slot a layer, and one ring. */
-pds_status pds_residency_count(const pds_programs *programs, uint32_t *out_hot,
-                               uint32_t *out_ring);
+pds_status pds_residency_count(const pds_programs *programs, uint32_t *out_hot, uint32_t *out_ring);
 
 /* Bytes of both tables, and their set-up in that many zeroed bytes at a multiple of 64: the resident
  * experts are there, the ring is empty. `layers`, `experts`, `hot` and `ring` are given. */

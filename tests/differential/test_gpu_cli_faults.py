@@ -1,9 +1,9 @@
-"""Faults of GPU plans and of what they run on, on the command line: one line that names the cause and
-the remedy, status 1, no traceback.
+"""Faults of GPU plans and of what they run on, on the command line: one line that names the cause
+and the remedy, status 1, no traceback.
 
-Holds: "ends in a clear error or a documented fallback"; "`--gpu-mem` ... A budget that cannot hold the
-non-expert part is refused"; "`--policy adaptsched|static|...`"; and of all inputs, "Bad input, each with
-a clear error and a test ... a plan cut short, edited".
+Holds: "ends in a clear error or a documented fallback"; "`--gpu-mem` ... A budget that cannot hold
+the non-expert part is refused"; "`--policy adaptsched|static|...`"; and of all inputs, "Bad input,
+each with a clear error and a test ... a plan cut short, edited".
 """
 
 import json
@@ -169,7 +169,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "costs.json no object": lambda p: (p / "costs.json").write_text("[]"),
     "hot_experts.json cut": lambda p: cut(p / "hot_experts.json", 20),
     "hot_experts.json missing": lambda p: (p / "hot_experts.json").unlink(),
-    "hot_experts.json without layers": lambda p: edit_json(p / "hot_experts.json", without("layers")),
+    "hot_experts.json without layers": lambda p: edit_json(
+        p / "hot_experts.json", without("layers")
+    ),
     "hot_experts.json of words": lambda p: edit_json(
         p / "hot_experts.json", lambda data: data["layers"][0].update(popularity=["a"])
     ),
@@ -194,7 +196,7 @@ def as_listed(plan: Path, file: str) -> None:
 @pytest.mark.parametrize("listed", [False, True], ids=["", "listed"])
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged(plan: Path, mock: Mock, name: str, listed: bool) -> None:
-    """Each file that a GPU plan adds: cut, edited, missing; also where plan.json was edited with it."""
+    """Each file that a GPU plan adds: cut, edited, missing; also where plan.json goes with it."""
     DAMAGE[name](plan)
     file = name.split()[0]
     if listed and (plan / file).exists():
@@ -213,4 +215,3 @@ def test_edited_plan_json(plan: Path, mock: Mock, mem: Any) -> None:
     edit_plan(plan, lambda data: data["gpu"].update(mem=mem))
     line = run(plan, "--device", "gpu").fault()
     assert "plan.json" in line or "GPU memory" in line
-

@@ -1,10 +1,10 @@
 """GPU plans on the mock driver give the CPU plan's bits, whatever is where.
 
 Holds: "Every program the compiler emits for all test models, phases, budgets 0 to everything, and
-policies passes the verifier, runs on the mock driver with tokens equal to the CPU plan's ..., pairwise
-combinations in `make test` and the full product in `make verify`"; "schedules are executed, not only
-simulated, in CI"; of predictors, "zero effect on outputs whatever the predictor says (adversarial
-predictions, CPU plans and mock driver: bit-equal)".
+policies passes the verifier, runs on the mock driver with tokens equal to the CPU plan's ...,
+pairwise combinations in `make test` and the full product in `make verify`"; "schedules are
+executed, not only simulated, in CI"; of predictors, "zero effect on outputs whatever the predictor
+says (adversarial predictions, CPU plans and mock driver: bit-equal)".
 """
 
 import threading
@@ -103,8 +103,8 @@ def test_experts_of_several_chunks(plans: PlanStore, mock: Mock, timing: str) ->
 
 
 def test_everything_moves(plans: PlanStore, mock: Mock) -> None:
-    """The runs above are no runs of the CPU alone: experts are loaded, prefetched in vain and in time,
-    and computed on either side."""
+    """The runs above are no runs of the CPU alone: experts are loaded, prefetched in vain and in
+    time, and computed on either side."""
     mock.reset(MOCKS["end"])
     moved: dict[str, dict[str, int]] = {}
     with loaded(gpu_plan(plans, "tiny-mixtral", "bf16", "few", "lru")) as engine:
@@ -114,7 +114,11 @@ def test_everything_moves(plans: PlanStore, mock: Mock) -> None:
             moved[policy] = engine.gpu()["link"]
     assert not any(moved["static"].values())
     assert {p for p in POLICIES if moved[p]["loads"]} >= {"adaptsched", "ondemand", "fate", "lru"}
-    assert {p for p in POLICIES if moved[p]["prefetches"]} >= {"adaptsched", "pdscope-paper", "fate"}
+    assert {p for p in POLICIES if moved[p]["prefetches"]} >= {
+        "adaptsched",
+        "pdscope-paper",
+        "fate",
+    }
     assert any(m["wasted_bytes"] for m in moved.values())
     assert any(m["late_bytes"] for m in moved.values())
 
@@ -210,7 +214,9 @@ def no_numbers(net: Tensors) -> None:
         tensor.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("damage", [lambda net: None, huge, no_numbers], ids=["random", "huge", "nan"])
+@pytest.mark.parametrize(
+    "damage", [lambda net: None, huge, no_numbers], ids=["random", "huge", "nan"]
+)
 def test_predictors(
     plans: PlanStore, mock: Mock, tmp_path: Path, damage: Callable[[Tensors], None]
 ) -> None:
@@ -305,8 +311,8 @@ def test_cancel_anywhere(plans: PlanStore, mock: Mock, timing: str) -> None:
 
 
 def test_measured_and_calibrated(plans: PlanStore, mock: Mock, tmp_path: Path) -> None:
-    """Costs measured here beside those of a described GPU, and predictors trained: a compile runs the
-    plan before there are programs for a GPU."""
+    """Costs measured here beside those of a described GPU, and predictors trained: a compile runs
+    the plan before there are programs for a GPU."""
     text = tmp_path / "text.txt"
     text.write_text("What should I eat for breakfast? Bread with butter, and an apple.\n" * 8)
     plan = plans.compile(
