@@ -6,7 +6,7 @@ May import every room but pdscope.cli.
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ class Pipeline:
         manifest["files"] = self._files()  # the source and the library too
         traces: CollectTraces | None = None
         if self.predicts:
-            traces = self._collect_traces(Plan(self.workspace.plan, manifest), text)
+            traces = self._collect_traces(self._runnable(manifest), text)
             self._train_predictors(traces, reader)
             manifest["files"] = self._files()
         elif source.options.dummy_predictor is not None:
@@ -162,7 +162,7 @@ class Pipeline:
             run(WriteDummyPredictor(source.options.dummy_predictor, *sizes))
             manifest["files"] = self._files()
         if source.options.cost_source.wanted:
-            self._profile_costs(Plan(self.workspace.plan, manifest))
+            self._profile_costs(self._runnable(manifest))
             manifest["files"] = self._files()
         if self.gpu is not None:
             self._place_experts(self.gpu, traces)
@@ -174,6 +174,11 @@ class Pipeline:
                 json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
             )
         return manifest
+
+    def _runnable(self, manifest: Mapping[str, Any]) -> Plan:
+        """The plan that passes run, whole but for plan.json: on the CPU, as what a GPU needs is
+        written last."""
+        return Plan(self.workspace.plan, {k: v for k, v in manifest.items() if k != "gpu"})
 
     def _check_costs(self) -> None:
         """Faults of what --costs gives, before the weights are read."""

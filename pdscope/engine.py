@@ -195,10 +195,7 @@ class Engine:
             handle, self._why_device = open_engine(
                 plan, device, lambda gpu: EngineHandle(plan, *options, gpu)
             )
-            plan.hold()
-            self._gpu = gpu_info(handle)
-            self._policy = set_schedule(handle, plan, policy) if self._gpu else None
-            predictors = self._set_predictors(handle)
+            predictors = self._prepare(handle, policy)
         except PdscopeError:
             plan.check_unchanged()  # then what failed is a mixture of two plans
             raise
@@ -214,6 +211,16 @@ class Engine:
         self._learner.start(handle, plan, predictors, options[-1], spare)
         # An engine that is dropped without close() is collected all the same.
         weakref.finalize(self, self._learner.close)
+
+    def _prepare(self, handle: EngineHandle, policy: str | None) -> list[Chosen]:
+        """Gives the engine what is not in its library and weights."""
+        try:
+            self.plan.hold()
+            self._policy = set_schedule(handle, self.plan, policy) if gpu_info(handle) else None
+            return self._set_predictors(handle)
+        except PdscopeError:
+            handle.close()
+            raise
 
     @property
     def handle(self) -> EngineHandle:

@@ -222,6 +222,11 @@ class EngineHandle:
         self.shared = _Shared(out[0], self.library.lib.pds_engine_destroy)
         self.shared.take()
 
+    def close(self) -> None:
+        """For a load that fails: whoever keeps the exception would keep the engine too."""
+        self.shared.drop()
+        del self.shared
+
     def __del__(self, getpid: Any = os.getpid) -> None:
         # A child of os.fork() has no workers to join: there the memory goes with the process.
         if hasattr(self, "shared") and getpid() == self.pid:

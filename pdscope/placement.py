@@ -94,7 +94,7 @@ def set_schedule(handle: EngineHandle, plan: Plan, policy: str | None) -> str:
     Raises PlanError for a plan whose costs say nothing of a GPU, InputError for an unknown policy.
     """
     assert plan.gpu is not None
-    name = policy or plan.gpu["policy"]
+    name = plan.gpu["policy"] if policy is None else policy
     c, lib = ffi(), handle.library
     known = lib.text(lib.lib.pds_policies()).split(",")
     if name not in known:
@@ -157,6 +157,8 @@ def popularity_of(plan: Plan) -> Any:
         record = json.loads(plan.read_text(HOT))
         for layer in record["layers"]:
             shares = np.asarray(layer["popularity"], np.float64)
+            if not ((shares >= 0) & (shares <= 1)).all():
+                raise ValueError(f"layer {layer['layer']}: popularity: expected shares of 0 to 1")
             out[layer["layer"], : len(shares)] = np.round(shares * Q16)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise PlanError(f"{plan.path / HOT}: {error!r}: recompile the model") from None

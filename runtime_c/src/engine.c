@@ -128,8 +128,15 @@ static pds_status load_programs(pds_engine *engine, int dir_fd, unsigned char *p
     engine->gpu_programs = program = memory;
   }
   PDS_RETURN_IF_ERROR(pds_read_file(dir_fd, name, program, bytes));
-  PDS_RETURN_IF_ERROR(pds_programs_open(program, bytes, &engine->programs));
-  return pds_programs_verify(&engine->programs, plan, with_gpu);
+  pds_status status = pds_programs_open(program, bytes, &engine->programs);
+  if (status == PDS_OK) status = pds_programs_verify(&engine->programs, plan, with_gpu);
+  if (status == PDS_OK || !with_gpu) return status;
+  /* Which of the plan's two files it is. */
+  char why[PDS_ERROR_BYTES];
+  snprintf(why, sizeof why, "%s", pds_last_error());
+  const char *known = "program.bin: ";
+  const size_t n = strncmp(why, known, strlen(known)) ? 0 : strlen(known);
+  return pds_fail(status, "%s: %.400s", name, why + n);
 }
 
 static pds_status open_gpu(pds_engine *engine, const pds_engine_options *options) {

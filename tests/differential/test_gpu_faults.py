@@ -1,8 +1,8 @@
 """Faults of the device, injected into the mock driver at every call of a load and of some steps.
 
 Holds: "under injected faults (copy error, out of memory at the k-th allocation, slow link, late
-events, lost context) ends in a clear error or a documented fallback, never wrong tokens, never a hang
-(watchdog)".
+events, lost context) ends in a clear error or a documented fallback, never wrong tokens, never a
+hang (watchdog)".
 """
 
 import os
@@ -63,8 +63,8 @@ def steps(plan: Path, device: str = "gpu") -> Iterator[Floats]:
 
 
 def struck(driver: Mock, plan: Path, expected: list[Floats], fault: str, k: int) -> bool:
-    """Runs into the k-th of a fault; False: the run has fewer. What came before it is right, the error
-    is clear, and nothing is left."""
+    """Runs into the k-th of a fault; False: the run has fewer. What came before it is right, the
+    error is clear, and nothing is left."""
     _, kind, text = FAULTS[fault]
     driver.reset(f"{TIMING}; {fault}={k}")
     found: list[Floats] = []
@@ -155,7 +155,8 @@ def test_slow_link(plans: PlanStore, mock: Mock) -> None:
 STOPPED = r"""
 import sys, time, pdscope
 from pdscope.errors import PdscopeError
-with pdscope.load(sys.argv[1], device="gpu", threads=1, weights=sys.argv[2], policy="fate") as engine:
+options = {"device": "gpu", "threads": 1, "weights": sys.argv[2], "policy": "fate"}
+with pdscope.load(sys.argv[1], **options) as engine:
     session = engine.session(max_seqs=2)
     try:
         session.prefill([1, 2, 3])

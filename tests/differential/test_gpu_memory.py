@@ -1,9 +1,9 @@
 """The memory of GPU plans, and what crosses the link, by the mock driver's counters.
 
-Holds: "`pdscope-compile --dry-run --json` prints the whole memory table before anything is loaded, and
-it equals what a load then measures. A budget that cannot hold the non-expert part is refused with the
-smallest that can"; "KV cache for `--max-context`, activations, buffers, predictor and safety margin
-all counted"; "A prefetch ledger: useful, wasted and late bytes per layer".
+Holds: "`pdscope-compile --dry-run --json` prints the whole memory table before anything is loaded,
+and it equals what a load then measures. A budget that cannot hold the non-expert part is refused
+with the smallest that can"; "KV cache for `--max-context`, activations, buffers, predictor and
+safety margin all counted"; "A prefetch ledger: useful, wasted and late bytes per layer".
 """
 
 import json
@@ -198,8 +198,8 @@ class Counted:
 def test_ledger_is_what_crossed(
     plans: PlanStore, mock: Mock, model: str, policy: str, timing: str
 ) -> None:
-    """After each step, the bytes of experts that the driver was given are those of the ledger: loads,
-    useful prefetches, and what was sent of the others."""
+    """After each step, the bytes of experts that the driver was given are those of the ledger:
+    loads, useful prefetches, and what was sent of the others."""
     mock.reset(MOCKS[timing])
     with loaded(gpu_plan(plans, model, "bf16", 4, "lru"), policy=policy) as engine:
         session = engine.session(max_seqs=3)
@@ -220,12 +220,11 @@ import ctypes, pathlib, sys
 plan = pathlib.Path(sys.argv[1]).resolve()
 count = ctypes.CDLL(None)
 class Totals(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in
-                "mallocs malloc_bytes anon_maps anon_bytes file_maps file_bytes map_calls io_calls".split()]
+    _fields_ = [(name, ctypes.c_uint64) for name in "abcdefgh"]
 def read():
     totals = Totals()
     count.count_read(ctypes.byref(totals))
-    return [getattr(totals, name) for name, _ in Totals._fields_]
+    return [getattr(totals, name) for name, _ in Totals._fields_]  # in count_totals' order
 keep = ctypes.CDLL(str(plan / "lib" / "libpdscope.so"))
 assert count.count_watch(str(plan / "lib" / "libpdscope.so").encode()) == 1
 import pdscope

@@ -1,10 +1,10 @@
 """GPU plans on the mock driver give the CPU plan's bits, whatever is where.
 
 Holds: "Every program the compiler emits for all test models, phases, budgets 0 to everything, and
-policies passes the verifier, runs on the mock driver with tokens equal to the CPU plan's ..., pairwise
-combinations in `make test` and the full product in `make verify`"; "schedules are executed, not only
-simulated, in CI"; of predictors, "zero effect on outputs whatever the predictor says (adversarial
-predictions, CPU plans and mock driver: bit-equal)".
+policies passes the verifier, runs on the mock driver with tokens equal to the CPU plan's ...,
+pairwise combinations in `make test` and the full product in `make verify`"; "schedules are
+executed, not only simulated, in CI"; of predictors, "zero effect on outputs whatever the predictor
+says (adversarial predictions, CPU plans and mock driver: bit-equal)".
 """
 
 import threading
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu import (
+    CONTEXT,
     DTYPES,
     MOCKS,
     POLICIES,
@@ -29,6 +30,7 @@ from support.gpu import (
     loaded,
     memory_of,
     mock,
+    model_of,
     on_cpu,
     pairwise,
     same,
@@ -101,8 +103,8 @@ def test_experts_of_several_chunks(plans: PlanStore, mock: Mock, timing: str) ->
 
 
 def test_everything_moves(plans: PlanStore, mock: Mock) -> None:
-    """The runs above are no runs of the CPU alone: experts are loaded, prefetched in vain and in time,
-    and computed on either side."""
+    """The runs above are no runs of the CPU alone: experts are loaded, prefetched in vain and in
+    time, and computed on either side."""
     mock.reset(MOCKS["end"])
     moved: dict[str, dict[str, int]] = {}
     with loaded(gpu_plan(plans, "tiny-mixtral", "bf16", "few", "lru")) as engine:
@@ -306,3 +308,24 @@ def test_cancel_anywhere(plans: PlanStore, mock: Mock, timing: str) -> None:
             at += 1
         assert at > 20
         assert mock.counter("device_live") == live
+
+
+def test_measured_and_calibrated(plans: PlanStore, mock: Mock, tmp_path: Path) -> None:
+    """Costs measured here beside those of a described GPU, and predictors trained: a compile runs
+    the plan before there are programs for a GPU."""
+    text = tmp_path / "text.txt"
+    text.write_text("What should I eat for breakfast? Bread with butter, and an apple.\n" * 8)
+    plan = plans.compile(
+        model_of(plans, "tiny-mixtral"),
+        dtype="bf16",
+        max_context=CONTEXT,
+        max_rows=64,
+        gpu_mem="40MiB",
+        gpu_reserve=0,
+        costs="auto,h200-emr16",
+        calibration=str(text),
+        trace_records=64,
+    )
+    with loaded(plan, policy="pdscope-paper") as engine:
+        assert engine.predictor()["state"] == "on"
+        assert same(engine_run(engine), on_cpu(plans, plan))

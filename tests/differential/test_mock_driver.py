@@ -1024,3 +1024,31 @@ def test_the_builder_keeps_the_library(tmp_path: Path, monkeypatch: pytest.Monke
     assert data == path.read_bytes() and tmp_path in other.parents
     other.write_bytes(data[:-1])
     assert mock_driver().read_bytes() == data
+
+
+@pytest.mark.parametrize("clock", ["virtual", "wall"])
+def test_stopped_stream(clock: str) -> None:
+    """Holds: "fault injection": nothing behind a record that never comes is done, other streams go
+    on, and releasing the context waits for none of it."""
+    driver = Driver(mock_driver())
+    driver.configure(f"reset; clock={clock}; stop_record=2")
+    driver.open()
+    stopped, other = driver.stream(), driver.stream()
+    first, never = driver.event(), driver.event()
+    to = driver.alloc(4)
+    host = driver.pinned(4)
+    driver.ok.cuEventRecord(first, stopped)
+    driver.ok.cuStreamSynchronize(stopped)
+    driver.ok.cuEventRecord(never, stopped)
+    driver.ok.cuMemcpyHtoDAsync(to, at(host), 16, stopped)
+    driver.ok.cuMemcpyHtoDAsync(to, at(host), 16, other)
+    driver.ok.cuStreamSynchronize(other)
+    assert driver.cuEventQuery(first) == "CUDA_SUCCESS"
+    assert driver.cuEventQuery(never) == "CUDA_ERROR_NOT_READY"
+    assert driver.cuStreamQuery(stopped) == "CUDA_ERROR_NOT_READY"
+    if clock == "virtual":  # which can tell
+        assert driver.pds_mock_next() == -1
+        assert driver.cuStreamSynchronize(stopped) == "CUDA_ERROR_UNKNOWN"
+    driver.close()
+    assert driver.counter("device_live") == 0
+    driver.configure("reset")

@@ -1,9 +1,10 @@
-"""GPU plans on the mock CUDA driver: small plans by the number of their slots, the driver's settings
-and counters, and a run through everything that a session does.
+"""GPU plans on the mock CUDA driver: small plans by the number of their slots, the driver's
+settings and counters, and a run through everything that a session does.
 
 May import pdscope, numpy and support.{assets,cuda,plans,runs,tiny_configs}.
 """
 
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,8 +36,8 @@ POLICIES = (
     *("adaptsched", "pdscope-paper", "static", "ondemand", "fate"),
     *("fiddler", "hybrimoe", "lru", "apex"),
 )
-# Random models, by family and seed: 3 layers of 64 experts, shared experts behind a dense layer, 60 in
-# groups behind three, top-7 of 7, and 384 experts in every layer.
+# Random models, by family and seed: 3 layers of 64 experts, shared experts behind a dense layer, 60
+# in groups behind three, top-7 of 7, and 384 experts in every layer.
 RANDOM = {
     "mixtral": ("mixtral", 5, {}),
     "qwen": ("qwen3_moe", 4, {}),
@@ -54,8 +55,8 @@ RANDOM = {
 TRAINED = ("tiny-mixtral", "tiny-qwen3-moe", "tiny-deepseek-v2")
 CONTEXT = 512
 
-# Settings of the mock: what comes too early or too late must show. The link is about as fast as what
-# it is to hide behind.
+# Settings of the mock: what comes too early or too late must show. The link is about as fast as
+# what it is to hide behind.
 MOCKS = {
     "end": "h2d=8GB/s; kernel.*.base=3us; host.cpu.experts.curve=1:8000,2:9000; kernels=end",
     "start": "h2d=8GB/s; kernel.*.base=3us; host.cpu.experts.curve=1:8000,2:9000; kernels=start",
@@ -137,6 +138,7 @@ class Mock(Driver):
 
     def nothing_left(self) -> None:
         """Fails if an engine that was closed has left something on the device."""
+        gc.collect()  # an exception's frames hold what they worked with
         names = ("device_live", "device_allocations", "pinned_live", "streams", "events", "modules")
         left = {name: n for name, n in self.state(*names).items() if n}
         assert not left, left
@@ -163,8 +165,8 @@ def loaded(plan: Path | Plan, **options: Any) -> Iterator[Engine]:
 
 
 def session_run(session: Session, seed: int = 0) -> list[Floats]:
-    """Logits of prefills of 1, 2, 16, 17, 100 and 300 tokens, of decode, of batches, and behind fork,
-    truncate, save and restore. Needs 4 sequences and 8 KV blocks."""
+    """Logits of prefills of 1, 2, 16, 17, 100 and 300 tokens, of decode, of batches, and behind
+    fork, truncate, save and restore. Needs 4 sequences and 8 KV blocks."""
     ids = random_ids(session.engine.info.vocab, 512, seed)
     found: list[Floats] = []
 
