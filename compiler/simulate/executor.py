@@ -191,7 +191,7 @@ class Executor:
                 self._host_work("cpu.embed", [step.rows])
                 self._small(H2D, 4 * step.rows * self.subject.hidden, "hidden")
             case Opcode.PREDICT:
-                if not self.placement.predicts:
+                if not self.placement.prediction_pays(layer, program.phase):
                     return 0
                 self._wait_for_routes()
                 self._host_work("cpu.predict", [step.rows])

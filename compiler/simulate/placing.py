@@ -101,7 +101,9 @@ class Placement:
         self.popularity = subject.popularity.astype(np.int64)
         self.score = self.popularity.copy()  # of every expert, when it was last activated,
         self.seen = np.zeros_like(self.score)  # and the step of that
-        self.paused = [0] * self.layers
+        self.gain = np.full((self.layers, 3), 2 * costs.predict, np.int64)
+        self.paused = np.zeros((self.layers, 3), np.int64)
+        self.predicted = False  # the last layer predicted this one
         self.ledger = [Ledger() for _ in range(self.layers)]
         self.now = 0  # steps
         # The link as decisions see it: never asked of the device.
@@ -126,10 +128,20 @@ class Placement:
         self.ring.score[slot] = self.score[layer, expert]
         self.ring.used[slot] = self.seen[layer, expert]
 
+    def prediction_pays(self, layer: int, phase: int) -> bool:
+        """Whether the layer's prediction for the next one does: else `predict` retires at once."""
+        return self.predicts and not self.paused[layer + 1, phase]
+
+    def pause(self, layer: int, phase: int) -> None:
+        """Predictions for this layer are not worth their time."""
+        self.paused[layer, phase] = PAUSE
+        self.ledger[layer].pauses += 1
+
     def begin_step(self) -> None:
         self.now += 1
         self.free_at = self.elapsed = 0
         self.ahead = []
+        self.predicted = False
         self.draft = set()
 
     def end_step(self, unsent: Sequence[Transfer]) -> None:
@@ -189,16 +201,16 @@ class _Recompile:
     def run(self, room_ahead: int) -> Bound:
         p = self.p
         recalled = {t.expert: t for t in self.link.recall()}
+        self._settle_prediction()
         self._settle(recalled)
         self._list_activated()
-        if room_ahead and p.predicts:
+        if room_ahead and p.prediction_pays(self.layer, self.phase):
+            p.predicted = True
             self._list_predicted()
         given = self._inputs()
         made = decide(given)
-        target = min(self.layer + 1, p.layers - 1)
-        if p.paused[target]:
-            p.paused[target] -= 1
-            made = Decision(made.on, (), made.why)
+        if room_ahead and p.paused[self.layer + 1, self.phase]:
+            p.paused[self.layer + 1, self.phase] -= 1
         bound = Bound(made, given)
         self._bind_residents(bound, recalled)
         loads = self._bind_loads(bound)
@@ -241,10 +253,28 @@ class _Recompile:
         hit = int(p.hits[self.layer, self.phase])
         hit = hit - hit // HIT_SHARE + ONE_Q16 // HIT_SHARE * hits // len(p.ahead)
         if hit < HIT_LEAST:
-            p.paused[self.layer] = PAUSE
+            p.pause(self.layer, self.phase)
             hit = HIT_AGAIN
-            ledger.pauses += 1
         p.hits[self.layer, self.phase] = hit
+
+    def _settle_prediction(self) -> None:
+        """What the last layer's prediction was for: a prefetch whose expert is activated saves
+        time, and predicting takes some."""
+        p, costs = self.p, self.p.costs
+        if not p.predicted:
+            return
+        p.predicted = False
+        gained = 0
+        for e in p.ahead:
+            if e < len(self.rows) and self.rows[e]:
+                cpu, link = costs.cpu_expert.at(self.rows[e]), costs.io_expert
+                gained += link * ((cpu << 10) // (cpu + link)) >> 10 if cpu + link else 0
+        gain = int(p.gain[self.layer, self.phase])
+        gain += gained // HIT_SHARE - gain // HIT_SHARE
+        if gain < costs.predict:
+            gain = 2 * costs.predict
+            p.pause(self.layer, self.phase)
+        p.gain[self.layer, self.phase] = gain
 
     def _due(self, expert: int) -> Due:
         popularity = self.p.popularity_of(self.layer, expert)

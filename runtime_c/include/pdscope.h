@@ -133,7 +133,7 @@ typedef struct pds_ledger {
   uint64_t useful_bytes;          /* prefetched, and then activated; */
   uint64_t late_bytes;            /* of these, expected to come after the layer asked */
   uint64_t wasted_bytes;          /* prefetched and not activated: what was sent of them */
-  uint64_t pauses;                /* times that prefetching for the layer turned itself off for a while */
+  uint64_t pauses;                /* times that predictions for the layer turned themselves off for a while */
 } pds_ledger;
 
 /* Cache prefetch of an engine, in steps of one row [0] and of 2 to 16 [1]. */

@@ -281,7 +281,7 @@ static pds_status fill(pds_gpu *gpu) {
 /* Everything of the host's that a GPU needs lies in one mapping. */
 typedef struct gpu_layout {
   uint64_t files, residency, ready, freed, demand, spec, popularity, score, seen, hits, sure,
-      ledger, paused, dues, loads, ahead, pool, scratch, total;
+      ledger, gain, paused, dues, loads, ahead, pool, scratch, total;
 } gpu_layout;
 
 static uint64_t place(uint64_t *end, uint64_t bytes) {
@@ -306,7 +306,8 @@ static gpu_layout layout_of(const pds_plan *plan, const pds_residency *r) {
   at.hits = place(&end, 4 * 3 * (uint64_t)r->layers);
   at.sure = place(&end, 4 * 3 * (uint64_t)r->layers);
   at.ledger = place(&end, r->layers * sizeof(pds_ledger));
-  at.paused = place(&end, 4 * (uint64_t)r->layers);
+  at.gain = place(&end, 8 * 3 * (uint64_t)r->layers);
+  at.paused = place(&end, 4 * 3 * (uint64_t)r->layers);
   at.dues = place(&end, 3 * PDS_MAX_EXPERTS * sizeof(pds_due));
   at.loads = place(&end, 2 * PDS_MAX_EXPERTS * sizeof(pds_load));
   at.ahead = place(&end, 2 * (uint64_t)r->ring);
@@ -344,6 +345,7 @@ static pds_status host_part(const pds_plan *plan, const pds_programs *programs, 
   p->hit_q16 = (uint32_t *)(base + at.hits);
   p->sure_q16 = (uint32_t *)(base + at.sure);
   p->ledger = (pds_ledger *)(base + at.ledger);
+  p->gain = (int64_t *)(base + at.gain);
   p->paused = (uint32_t *)(base + at.paused);
   p->cur = (pds_due *)(base + at.dues);
   p->res = p->cur + PDS_MAX_EXPERTS;

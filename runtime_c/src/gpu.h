@@ -112,12 +112,14 @@ typedef struct pds_gpu_policy {
   uint32_t *hit_q16;  /* [layers][3]: of prefetches for the layer, by phase; follows what happens */
   uint32_t *sure_q16; /* [layers][3]: pds_schedule.sure_q16 */
   pds_ledger *ledger; /* [layers] */
-  uint32_t *paused;   /* [layers]: decisions without prefetching that are left */
+  int64_t *gain; /* [layers][3]: ns that a prediction for the layer saves; follows what happens */
+  uint32_t *paused; /* [layers][3]: decisions without prediction that are left */
   pds_due *cur, *res, *next;
   pds_load *on, *pre;
   /* The link as decisions see it: what is queued, and how long each takes; never asked of the driver. */
   int64_t free_at; /* from the last decision: when the link has moved all on-demand loads */
   int64_t elapsed; /* what this layer and the next attention are expected to take */
+  bool predicted;  /* the last layer predicted this one */
   uint64_t draft[PDS_MAX_EXPERTS / 64];    /* experts that the next layer is expected to activate */
   uint32_t ahead;                          /* prefetches behind them */
   uint16_t *ahead_expert;                  /* [ring], in order */
@@ -261,6 +263,8 @@ pds_status pds_gpu_fetch(pds_gpu_step *step, pds_buffer buffer, uint64_t bytes);
 
 /* --- placement.c --- */
 
+/* Whether the layer's prediction for the next one pays: else `predict` retires at once. */
+bool pds_gpu_prediction_pays(const pds_gpu_step *step, uint32_t layer, uint32_t phase);
 /* recompile: from the host's routes and predictions to holes, transfers and residency. */
 pds_status pds_gpu_recompile(pds_gpu_step *step, const pds_program *program, const pds_instr *in);
 /* unload: what the policy gives up behind the layer. */

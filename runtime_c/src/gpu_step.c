@@ -180,6 +180,7 @@ pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *h
   gpu->policy.now++;
   gpu->policy.free_at = gpu->policy.elapsed = 0;
   gpu->policy.ahead = 0;
+  gpu->policy.predicted = false;
   memset(gpu->policy.draft, 0, sizeof gpu->policy.draft);
   PDS_RETURN_IF_ERROR(send_rows(out));
   PDS_RETURN_IF_ERROR(send_tables(out));
@@ -227,7 +228,8 @@ static pds_status cpu_experts(pds_gpu_step *step, const pds_instr *in, uint32_t 
   return pds_gpu_host_work(step->gpu, "cpu.experts", n, tokens);
 }
 
-static pds_status on_cpu(pds_gpu_step *step, const pds_instr *in, uint32_t *out_experts) {
+static pds_status on_cpu(pds_gpu_step *step, const pds_program *program, const pds_instr *in,
+                         uint32_t *out_experts) {
   pds_step_ctx *host = step->host;
   const uint32_t rows[] = {host->rows};
   switch (in->opcode) {
@@ -236,7 +238,7 @@ static pds_status on_cpu(pds_gpu_step *step, const pds_instr *in, uint32_t *out_
     PDS_RETURN_IF_ERROR(pds_gpu_host_work(step->gpu, "cpu.embed", 1, rows));
     return to_device(step, PDS_BUF_HID, 4 * host->rows * hidden_bytes(step->gpu->plan));
   case PDS_OP_PREDICT:
-    if (!host->predicts) return PDS_OK;
+    if (!pds_gpu_prediction_pays(step, step->layer, program->phase)) return PDS_OK;
     PDS_RETURN_IF_ERROR(wait_for_routes(step));
     pds_op_predict(host, step->layer);
     return pds_gpu_host_work(step->gpu, "cpu.predict", 1, rows);
@@ -310,7 +312,7 @@ pds_status pds_gpu_instr(pds_gpu_step *step, const pds_program *program, const p
   case PDS_OP_SYNC: break;
   default:
     if (in->queue == PDS_QUEUE_CPU)
-      PDS_RETURN_IF_ERROR(on_cpu(step, in, out_experts));
+      PDS_RETURN_IF_ERROR(on_cpu(step, program, in, out_experts));
     else
       PDS_RETURN_IF_ERROR(on_gpu(step, program, in, out_experts));
   }

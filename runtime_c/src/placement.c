@@ -6,7 +6,7 @@
 
 enum {
   HIT_SHARE = 8,         /* a layer's hit rate follows what happens by 1/8 a decision */
-  HIT_LEAST = 65536 / 4, /* below that, prefetching for the layer pauses */
+  HIT_LEAST = 65536 / 4, /* below that, predictions for the layer pause */
   PAUSE = 64,            /* for so many decisions, and then tries again */
   HIT_AGAIN = 65536 / 2  /* as if it hit so often */
 };
@@ -74,6 +74,12 @@ static int64_t arrival(const pds_gpu_policy *policy, uint32_t j) {
   return policy->free_at + (int64_t)(j + 1) * policy->costs.io_expert - policy->elapsed;
 }
 
+/* Predictions for this layer are not worth their time. */
+static void pause(placing *p) {
+  p->policy->paused[3 * p->layer + p->program->phase] = PAUSE;
+  p->policy->ledger[p->layer].pauses++;
+}
+
 /* The experts that the last decision prefetched: those not activated are forgotten, and what of
  * them was sent is wasted. The hit rate follows. */
 static void settle_prefetches(placing *p, const uint8_t *activated, const pds_transfer *recalled,
@@ -112,9 +118,34 @@ static void settle_prefetches(placing *p, const uint8_t *activated, const pds_tr
   uint32_t *hit = &policy->hit_q16[3 * p->layer + p->program->phase];
   *hit = *hit - *hit / HIT_SHARE + 65536 / HIT_SHARE * hits / policy->ahead;
   if (*hit >= HIT_LEAST) return;
-  policy->paused[p->layer] = PAUSE;
   *hit = HIT_AGAIN;
-  ledger->pauses++;
+  pause(p);
+}
+
+/* What a prefetched expert saves, if CPU and link share those that are not there. */
+static int64_t saved(const placing *p, uint32_t tokens) {
+  const int64_t cpu = pds_cost_at(&p->policy->costs.cpu_expert, tokens);
+  const int64_t link = p->policy->costs.io_expert;
+  return cpu + link ? link * ((cpu << 10) / (cpu + link)) >> 10 : 0;
+}
+
+/* What the last layer's prediction was for: a prefetch whose expert is activated saves time, and
+ * predicting takes some. */
+static void settle_prediction(placing *p) {
+  pds_gpu_policy *policy = p->policy;
+  const pds_step_ctx *host = p->step->host;
+  if (!policy->predicted) return;
+  policy->predicted = false;
+  int64_t gained = 0;
+  for (uint32_t j = 0; j < policy->ahead; j++)
+    for (uint32_t i = 0; i < host->n_cpu_holes; i++)
+      if (host->cpu_holes[i].expert == policy->ahead_expert[j])
+        gained += saved(p, host->cpu_holes[i].rows);
+  int64_t *gain = &policy->gain[3 * p->layer + p->program->phase];
+  *gain += gained / HIT_SHARE - *gain / HIT_SHARE;
+  if (*gain >= policy->costs.predict) return;
+  *gain = 2 * policy->costs.predict;
+  pause(p);
 }
 
 static size_t expert_at(const placing *p, uint32_t layer, uint32_t expert) {
@@ -190,8 +221,9 @@ static void list_activated(placing *p) {
  * listed, for the decision to prefetch; those that are stay. */
 static void list_predicted(placing *p, uint32_t capacity) {
   const pds_step_ctx *host = p->step->host;
-  if (!capacity || !host->predicts) return;
+  if (!capacity || !pds_gpu_prediction_pays(p->step, p->layer, p->program->phase)) return;
   const uint32_t target = p->layer + 1;
+  p->policy->predicted = true;
   const pds_gate *gate = &p->gpu->plan->layers[target].gate;
   const uint32_t picks = pds_predicting(host) * gate->top_k;
   const int32_t *id = pds_buf(host, PDS_BUF_PREDICT_ID);
@@ -408,6 +440,10 @@ static pds_status send_rows(placing *p) {
   return PDS_OK;
 }
 
+bool pds_gpu_prediction_pays(const pds_gpu_step *step, uint32_t layer, uint32_t phase) {
+  return step->host->predicts && !step->gpu->policy.paused[3 * (layer + 1) + phase];
+}
+
 pds_status pds_gpu_recompile(pds_gpu_step *step, const pds_program *program, const pds_instr *in) {
   placing p = {.step = step,
                .gpu = step->gpu,
@@ -422,6 +458,7 @@ pds_status pds_gpu_recompile(pds_gpu_step *step, const pds_program *program, con
   for (uint32_t i = 0; i < host->n_cpu_holes; i++) activated[host->cpu_holes[i].expert] = 1;
   const uint32_t n_recalled = pds_link_recall(p.gpu, recalled);
   for (uint32_t i = 0; i < n_recalled; i++) p.recalled[recalled[i].expert] = (uint16_t)(i + 1);
+  settle_prediction(&p);
   settle_prefetches(&p, activated, recalled, n_recalled);
   list_activated(&p);
   const uint32_t ahead = in->hole_cap[PDS_HOLE_N];
@@ -429,11 +466,8 @@ pds_status pds_gpu_recompile(pds_gpu_step *step, const pds_program *program, con
 
   pds_decision d = {.on = p.policy->on, .pre = p.policy->pre};
   decide(&p, &d);
-  uint32_t *paused = &p.policy->paused[p.layer + (p.layer + 1 < p.residency->layers)];
-  if (*paused) {
-    (*paused)--;
-    d.n_pre = 0;
-  }
+  if (ahead && p.policy->paused[3 * (p.layer + 1) + program->phase])
+    p.policy->paused[3 * (p.layer + 1) + program->phase]--;
   step->n_holes = step->n_ready = step->n_sent = 0;
   step->launches = false;
   memset(step->session->on_gpu, 0, p.residency->experts);

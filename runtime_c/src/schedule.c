@@ -76,10 +76,11 @@ pds_status pds_engine_set_schedule(pds_engine *engine, const pds_schedule *sched
   for (uint32_t i = 0; i < 3 * r->layers; i++) {
     const uint32_t hit = schedule->hit_q16 ? schedule->hit_q16[i] : 65536 / 2;
     p->hit_q16[i] = hit < 65536 ? hit : 65536;
+    p->gain[i] = 2 * p->costs.predict; /* it has yet to show what it saves */
     p->sure_q16[i] = schedule->sure_q16 ? schedule->sure_q16[i] : 0;
   }
   memset(p->ledger, 0, r->layers * sizeof *p->ledger);
-  memset(p->paused, 0, r->layers * sizeof *p->paused);
+  memset(p->paused, 0, 3 * r->layers * sizeof *p->paused);
   p->set = true;
   pds_pool_close(engine->pool);
   return PDS_OK;
