@@ -25,11 +25,12 @@ from pdscope.cli.format import markdown
 from pdscope.compiler.decision import Policy
 from pdscope.compiler.passes.hot_experts import uniform
 from pdscope.compiler.simulate import synthetic
+from pdscope.compiler.simulate.executor import Executor
 from pdscope.compiler.simulate.report import Report, simulate
 from pdscope.compiler.simulate.study import Study
 from pdscope.compiler.simulate.subject import Subject, routing_of
 from pdscope.compiler.simulate.timing import Tabled
-from pdscope.costs import CostTable, Figure
+from pdscope.costs import Costs, CostTable, Figure
 from pdscope.routing_trace import RoutingTrace
 
 CONFIGS = Path(__file__).resolve().parents[1] / "examples" / "configs"
@@ -83,16 +84,23 @@ class Case:
             yield f"pp{n}", "prefill", trace
         yield "tg", "decode", self.decode
 
+    def warm(self, subject: Subject, timing: Tabled, costs: Costs, policy: str) -> Executor:
+        executor = Executor(subject, timing, costs, policy)
+        for _ in executor.run(self.before):
+            pass
+        return executor
+
     def rates(self, policy: str, accuracy: float | None = None, **how: Any) -> dict[str, Report]:
         """By column."""
         subject = how.pop("subject", None) or self.subject(policy)
         timing = how.pop("timing", None) or self.study.timing()
         costs = how.pop("costs", None) or self.study.table.costs()
+        warm = self.warm(subject, timing, costs, policy)
         out = {}
         for column, _, trace in self.traces():
             if accuracy is not None:
                 trace = synthetic.with_predictions(trace, accuracy, **how)
-            out[column] = simulate(subject, timing, costs, policy, trace, before=self.before)[0]
+            out[column] = simulate(subject, timing, costs, policy, trace, after=warm)[0]
         return out
 
 
@@ -158,17 +166,21 @@ def accuracies(c: Case) -> dict[str, dict[str, float]]:
     cpu = replace(c.study.table.cpu, predict=Figure(0))
     timing = _timing(c, replace(c.study.table, cpu=cpu))
     found["90%, predicting takes no time"] = c.rates("adaptsched", timing=timing)
-    none = {k: _unpredicted(c, trace) for k, _, trace in c.traces()}
+    none = _unpredicted(c)
     return {
         name: {k: speed(r, k) for k, r in reports.items()}
         for name, reports in {**found, "none": none}.items()
     }
 
 
-def _unpredicted(c: Case, trace: RoutingTrace) -> Report:
-    blind = replace(trace, predicted=np.full_like(trace.predicted, -1))
-    subject, costs = c.subject("adaptsched"), c.study.table.costs()
-    return simulate(subject, c.study.timing(), costs, "adaptsched", blind, before=c.before)[0]
+def _unpredicted(c: Case) -> dict[str, Report]:
+    subject, timing, costs = c.subject("adaptsched"), c.study.timing(), c.study.table.costs()
+    warm = c.warm(subject, timing, costs, "adaptsched")
+    out = {}
+    for column, _, trace in c.traces():
+        blind = replace(trace, predicted=np.full_like(trace.predicted, -1))
+        out[column] = simulate(subject, timing, costs, "adaptsched", blind, after=warm)[0]
+    return out
 
 
 def ablation(c: Case) -> dict[str, dict[str, float]]:
@@ -188,7 +200,9 @@ def ablation(c: Case) -> dict[str, dict[str, float]]:
         for column, phase, trace in c.traces():
             table = (prefill if phase == "prefill" else decode) if slow else c.study.table
             timing = _timing(c, table)
-            report = simulate(subject, timing, table.costs(), policy, trace, before=c.before)[0]
+            costs = table.costs()
+            warm = c.warm(subject, timing, costs, policy)
+            report = simulate(subject, timing, costs, policy, trace, after=warm)[0]
             rates[column] = speed(report, column)
         out[name] = rates
     return out

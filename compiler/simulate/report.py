@@ -3,6 +3,7 @@
 May import pdscope.{costs,routing_trace}, pdscope.ir.isa and pdscope.compiler.simulate.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -73,15 +74,16 @@ def simulate(
     trace: RoutingTrace,
     keep: bool = False,
     progress: Callable[[int], None] = lambda _: None,
-    before: RoutingTrace | None = None,
+    after: Executor | None = None,
 ) -> tuple[Report, Executor]:
-    """Runs the trace; `before`, what is not reported but fills caches first. `progress` is told
-    rows done."""
+    """Runs the trace; behind what `after`, which stays as it is, has run: of the same subject,
+    timing, costs and policy. `progress` is told rows done."""
     check_fits(subject, trace)
-    executor = Executor(subject, timing, costs, policy, keep)
-    if before is not None:
-        for _ in executor.run(before):
-            pass
+    if after is None:
+        executor = Executor(subject, timing, costs, policy, keep)
+    else:
+        shared = (after.subject, after.timing, after.placement.costs)
+        executor = copy.deepcopy(after, {id(x): x for x in shared})
     steps: list[StepRecord] = []
     bounds: list[int] = []
     for step in trace.steps():
@@ -89,7 +91,7 @@ def simulate(
         steps.append(executor.run_step(step))
         progress(step.rows)
     ledger: Counter[str] = Counter()
-    for one in executor.placement.ledger:
+    for one in executor.placement.ledger:  # of all that it has run
         ledger.update(vars(one))
     phases = {
         phase.name.lower(): _phase(phase, steps, bounds)
