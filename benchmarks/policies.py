@@ -2,8 +2,9 @@
 
 No weights and no GPU: programs are compiled from published configurations, experts are placed and
 times are given by hardware descriptions, and routing is made up, with the skew of small trained
-models (docs/routing-traces.md). All policies share programs, copies and memory. Beside the ratios
-stand the paper's, which compare whole systems.
+models (docs/routing-traces.md). All policies share programs, copies and memory, and have decoded 32
+tokens of another text before, so that caches are warm. Beside the ratios stand the paper's, which
+compare whole systems.
 
     python benchmarks/policies.py [--models A,B] [--platforms A,B] [--prompts N,N] [--tokens N]
         [--gpu-mem BYTES] [--policies A,B] [--skip-ablation] [--skip-accuracy] [--json] [--out FILE]
@@ -66,6 +67,7 @@ class Case:
     platform: str
     study: Study
     known: RoutingTrace  # of the text that experts are placed by
+    before: RoutingTrace  # runs first, so that caches are warm
     prefills: dict[int, RoutingTrace]
     decode: RoutingTrace  # behind a short prompt
 
@@ -88,9 +90,9 @@ class Case:
         costs = how.pop("costs", None) or self.study.table.costs()
         out = {}
         for column, _, trace in self.traces():
-            if accuracy is not None or how:
-                trace = synthetic.with_predictions(trace, accuracy or 0, **how)
-            out[column] = simulate(subject, timing, costs, policy, trace)[0]
+            if accuracy is not None:
+                trace = synthetic.with_predictions(trace, accuracy, **how)
+            out[column] = simulate(subject, timing, costs, policy, trace, before=self.before)[0]
         return out
 
 
@@ -115,6 +117,7 @@ def case(model: str, platform: str, args: argparse.Namespace) -> Case:
         platform,
         study,
         made(512, 512, 1000),
+        made(64, 32, 1001),
         {n: made(n, 0, n) for n in args.prompts},
         made(64, args.tokens, 7),
     )
@@ -152,6 +155,9 @@ def accuracies(c: Case) -> dict[str, dict[str, float]]:
     """AdaptSched's tokens a second with worse predictors."""
     found = {f"{a:.0%}": c.rates("adaptsched", a) for a in ACCURACIES}
     found["adversarial"] = c.rates("adaptsched", 0.0, adversarial=True)
+    cpu = replace(c.study.table.cpu, predict=Figure(0))
+    timing = _timing(c, replace(c.study.table, cpu=cpu))
+    found["90%, predicting takes no time"] = c.rates("adaptsched", timing=timing)
     none = {k: _unpredicted(c, trace) for k, _, trace in c.traces()}
     return {
         name: {k: speed(r, k) for k, r in reports.items()}
@@ -162,7 +168,7 @@ def accuracies(c: Case) -> dict[str, dict[str, float]]:
 def _unpredicted(c: Case, trace: RoutingTrace) -> Report:
     blind = replace(trace, predicted=np.full_like(trace.predicted, -1))
     subject, costs = c.subject("adaptsched"), c.study.table.costs()
-    return simulate(subject, c.study.timing(), costs, "adaptsched", blind)[0]
+    return simulate(subject, c.study.timing(), costs, "adaptsched", blind, before=c.before)[0]
 
 
 def ablation(c: Case) -> dict[str, dict[str, float]]:
@@ -182,7 +188,7 @@ def ablation(c: Case) -> dict[str, dict[str, float]]:
         for column, phase, trace in c.traces():
             table = (prefill if phase == "prefill" else decode) if slow else c.study.table
             timing = _timing(c, table)
-            report = simulate(subject, timing, table.costs(), policy, trace)[0]
+            report = simulate(subject, timing, table.costs(), policy, trace, before=c.before)[0]
             rates[column] = speed(report, column)
         out[name] = rates
     return out
@@ -323,7 +329,8 @@ def main() -> None:
     text = json.dumps(found, indent=2) if args.json else "\n".join(lines(found, columns))
     print(text)
     if args.out is not None:
-        command = f"`python benchmarks/policies.py {' '.join(sys.argv[1:])}`\n"
+        given = [a for a in sys.argv[1:] if a not in ("--out", str(args.out))]
+        command = f"`python benchmarks/policies.py {' '.join(given)}`\n"
         args.out.write_text(command + text + "\n", encoding="utf-8")
 
 

@@ -138,10 +138,15 @@ RIVALS: dict[Policy, Callable[[Inputs], Decision]] = {
 # --- which slot is given up ---
 
 
+def half_life_of(policy: Policy) -> int:
+    """In steps."""
+    return 5 if policy is Policy.HYBRIMOE else 22  # of 1/8, of 1/32
+
+
 def left_of(policy: Policy, score: int, age: int) -> int:
     """What is left of a score: half of it after each half-life, and a straight line between. For a
     part of 1/2^k added at each activation, that is ln 2 / -ln(1 - 1/2^k) steps."""
-    half_life = 5 if policy is Policy.HYBRIMOE else 22  # of 1/8, of 1/32
+    half_life = half_life_of(policy)
     halved, rest = divmod(age, half_life)
     left = score >> min(halved, 32)
     return left - left * rest // (2 * half_life)

@@ -499,7 +499,8 @@ batch, prefill; in each prologue, layers, epilogue), the instructions, the slots
 lists of resident slots (32 ids a record, padded with 0xffff). Format version {FORMAT_VERSION};
 `runtime_c/src/program.h` gives every field.
 
-This runtime executes programs whose queues are host and cpu; it refuses others when it loads them.
+This runtime executes programs of the host and the CPU (`program.bin`), and with those GPU 0's
+(`program.gpu.bin`, docs/gpu-plans.md); it refuses others when it loads them.
 """
 
 

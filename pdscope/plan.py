@@ -140,9 +140,10 @@ class Plan:
 
     @property
     def _programs(self) -> str:
-        """The folder of the programs that the plan is compiled for: one with a GPU has others for
-        the CPU alone, too."""
-        return "programs/gpu/" if self.gpu else "programs/"
+        """The folder of the programs that the plan is compiled for. One with a GPU has others for
+        the CPU alone, too, which come first when it is compiled."""
+        gpu = "programs/gpu/"
+        return gpu if any(name.startswith(gpu) for name in self.files) else "programs/"
 
     def read_text(self, name: str) -> str:
         """The text of one of the plan's files."""

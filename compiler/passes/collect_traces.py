@@ -161,7 +161,7 @@ class GenerateCalibration:
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
         folder = workspace.scratch(self.text)
         chunks = folder.with_name("answers")
-        with Engine(self.plan, weights="mmap", predictor="off") as engine:
+        with Engine(self.plan, weights="mmap", predictor="off", device="cpu") as engine:
             self.progress.start("generate calibration", calibration.most_tokens(), "tokens")
             key = json.dumps(self.inputs())
             documents = calibration.generated(engine, chunks, key, self.progress.advance)
@@ -192,7 +192,7 @@ class CollectTraces:
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
         corpus = Corpus(workspace.scratch(self.text.text))
         # The packed weights in the page cache are the one copy of the model.
-        with Engine(self.plan, weights="mmap", predictor="off") as engine:
+        with Engine(self.plan, weights="mmap", predictor="off", device="cpu") as engine:
             store = collect(
                 engine,
                 corpus,

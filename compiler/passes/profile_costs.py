@@ -373,7 +373,7 @@ class ProfileCosts:
 
     def _measured(self) -> CostTable:
         weights = "mmap" if self.plan.bytes_under("weights") > _COPIED else None
-        with Engine(self.plan, weights=weights) as engine:
+        with Engine(self.plan, weights=weights, device="cpu") as engine:
             cache, rows = self._cache(engine), engine.info.max_rows
             if (kept := self._kept(cache, rows)) is not None:
                 return kept

@@ -6,8 +6,8 @@ simulate}.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from pdscope.compiler.decision import Policy
 from pdscope.compiler.simulate.device import COMPUTE, COPIES, D2H, H2D, Gpu, Op
@@ -26,7 +26,8 @@ IN_FLIGHT = 2  # chunks
 
 @dataclass(frozen=True)
 class InstrRecord:
-    """An instruction of the driver: when it was begun and when the driver went on, ns."""
+    """An instruction of the driver: when it was begun and when the driver went on, ns. `decision`:
+    of recompile, what was decided."""
 
     layer: int
     index: int
@@ -36,6 +37,7 @@ class InstrRecord:
     end: int
     rows: int
     experts: int
+    decision: Mapping[str, int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Executor:
                     InstrRecord(
                         *(program.layer, index, instr.opcode, instr.queue),
                         *(before, self.gpu.now, self.step.rows, experts),
+                        self._decided() if instr.opcode is Opcode.RECOMPILE else {},
                     )
                 )
         if self.bound is None:
@@ -146,13 +149,30 @@ class Executor:
         return self._layer(program.layer, self.bound, begin, known)
 
     def _layer(self, layer: int, bound: Bound, begin: int, known: int) -> LayerRecord:
-        decision = bound.decision
-        loads = min(len(decision.on), len(bound.gpu) - bound.ready)
+        loads = self._loads(bound)
         late = len(bound.gpu) - bound.ready - loads
         return LayerRecord(
             *(layer, begin, known, self.gpu.now, bound.ready, late, loads, len(bound.cpu)),
-            *(len(self.placement.ahead), decision.why.mode.name.lower()),
+            *(len(self.placement.ahead), bound.decision.why.mode.name.lower()),
         )
+
+    def _decided(self) -> dict[str, int | str]:
+        bound = self.bound
+        assert bound is not None
+        loads = self._loads(bound)
+        return {
+            "mode": bound.decision.why.mode.name.lower(),
+            "on the GPU": bound.ready,
+            "arriving": len(bound.gpu) - bound.ready - loads,
+            "loaded": " ".join(f"e{load.expert}" for load in bound.decision.on[:loads]),
+            "on the CPU": len(bound.cpu),
+            "prefetched": " ".join(f"e{e}" for e in self.placement.ahead),
+        }
+
+    @staticmethod
+    def _loads(bound: Bound) -> int:
+        """On-demand loads that found a slot."""
+        return min(len(bound.decision.on), len(bound.gpu) - bound.ready)
 
     # --- instructions ---
 
@@ -353,19 +373,26 @@ class LinkQueue:
         return self.recall()
 
 
-def check_fits(subject: Subject, trace: RoutingTrace) -> None:
-    """InputError, naming the field, unless the trace is of a model with the plan's routing."""
+def check_fits(subject: Subject, trace: RoutingTrace, where: str = "routing trace") -> None:
+    """InputError, naming the field, unless the trace is of a model with the plan's routing and of
+    steps that it can take. `where`: its file."""
     gates = {i: x.gate.attrs for i, x in enumerate(subject.model.layers) if x.gate}
     layers = trace.layers.tolist()
     made = "record one with this model, or scale it (docs/routing-traces.md)"
     if layers != list(gates):
         raise InputError(
-            f"routing trace: layers: {len(layers)} of them, numbers {layers[0]} to {layers[-1]}, "
+            f"{where}: layers: {len(layers)} of them, numbers {layers[0]} to {layers[-1]}, "
             f"but the plan has {len(gates)} MoE layers: {made}"
         )
     for number, gate in gates.items():
         if (trace.experts, trace.top_k) != (gate.experts, gate.top_k):
             raise InputError(
-                f"routing trace: {trace.experts} experts, top-{trace.top_k}, but layer {number} of "
-                f"the plan has {gate.experts}, top-{gate.top_k}: {made}"
+                f"{where}: pdscope_routing, ids: {trace.experts} experts, top-{trace.top_k}, but "
+                f"layer {number} of the plan has {gate.experts}, top-{gate.top_k}: {made}"
             )
+    most = subject.memory.max_rows
+    if (largest := int(trace.rows.max())) > most:
+        raise InputError(
+            f"{where}: rows: a step of {largest} rows, but the plan takes at most {most}: record "
+            "it with this plan, or recompile with a larger --max-rows"
+        )

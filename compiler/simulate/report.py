@@ -33,7 +33,7 @@ class LayerTime:
 @dataclass(frozen=True)
 class PhaseReport:
     """Utilisations: of the phase's time, 0 to 1. above_bound: time over that of the bound, less
-    1. modes: decisions by their mode."""
+    1. step_ns: of each step. modes: decisions by their mode."""
 
     phase: str
     steps: int
@@ -45,6 +45,7 @@ class PhaseReport:
     gpu: float
     cpu: float
     link: float
+    step_ns: tuple[int, ...]
     layers: tuple[LayerTime, ...]
     modes: dict[str, int]
 
@@ -72,10 +73,15 @@ def simulate(
     trace: RoutingTrace,
     keep: bool = False,
     progress: Callable[[int], None] = lambda _: None,
+    before: RoutingTrace | None = None,
 ) -> tuple[Report, Executor]:
-    """Runs the trace. `progress` is told rows done."""
+    """Runs the trace; `before`, what is not reported but fills caches first. `progress` is told
+    rows done."""
     check_fits(subject, trace)
     executor = Executor(subject, timing, costs, policy, keep)
+    if before is not None:
+        for _ in executor.run(before):
+            pass
     steps: list[StepRecord] = []
     bounds: list[int] = []
     for step in trace.steps():
@@ -112,6 +118,7 @@ def _phase(phase: Phase, all_steps: Sequence[StepRecord], bounds: Sequence[int])
         gpu=sum(s.gpu_busy for s in steps) / max(1, ns),
         cpu=sum(s.cpu_busy for s in steps) / max(1, ns),
         link=sum(s.h2d_busy for s in steps) / max(1, ns),
+        step_ns=tuple(s.end - s.begin for s in steps),
         layers=tuple(_layers(steps)),
         modes=dict(Counter(layer.mode for layer in layers)),
     )

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdscope.compiler.decision import Cached, Policy
-from pdscope.compiler.policies import WINDOW, victim
+from pdscope.compiler.policies import WINDOW, half_life_of, victim
 
 IN_USE, AHEAD = 1, 2  # kept
 _FEW = 24  # slots: up to so many, the policies' own function is as fast
@@ -71,9 +71,9 @@ class Ring:
     ) -> NDArray[np.int64]:
         match self.policy:
             case Policy.ADAPTSCHED | Policy.HYBRIMOE:
-                return self.score[free]
-            case Policy.PAPER:
-                return self.popularity[free]
+                half_life = half_life_of(self.policy)
+                left = self.score[free] >> np.minimum(age // half_life, 32)
+                return np.asarray(left - left * (age % half_life) // (2 * half_life))
             case Policy.FATE:
                 return self.layers - self.layer[free]
             case Policy.APEX:

@@ -82,7 +82,7 @@ class Study:
             trace = self._made(routing, routing.seed)
         else:
             trace = RoutingTrace.load(routing.file)
-            check_fits(self.subject, trace)
+            check_fits(self.subject, trace, str(routing.file))
         if routing.accuracy is not None or not trace.predicts:
             accuracy = ACCURACY if routing.accuracy is None else routing.accuracy
             return synthetic.with_predictions(trace, accuracy, routing.seed), accuracy

@@ -41,6 +41,7 @@ def _events(executor: Executor, title: str) -> Iterator[dict[str, Any]]:
                 "instr": instr.index,
                 "rows": instr.rows,
                 "experts": instr.experts,
+                **instr.decision,
             },
         )
     for span in executor.gpu.spans or ():

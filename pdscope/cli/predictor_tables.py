@@ -93,7 +93,7 @@ def _evaluate(plan: "Plan", predictors: Predictors, on: Path, quiet: bool) -> "E
     total = sum(len(d.ids) for d in documents)
     shown = sys.stderr.isatty() and not quiet
     bar: Any = click.progressbar(length=total, label=f"{total:,} tokens", file=sys.stderr)
-    with load(plan, predictor="off") as engine, bar if shown else nullcontext():
+    with load(plan, predictor="off", device="cpu") as engine, bar if shown else nullcontext():
         try:
             return evaluate(
                 engine, predictors.layers, documents, bar.update if shown else lambda _: None

@@ -1,0 +1,280 @@
+"""The simulator's parts: times, device, residency, bounds, made-up routing, files, the command.
+
+Holds of the issue "AdaptSched and its lowering": "Simulator: ... predicted time per layer and
+phase, utilisation of CPU, GPU and link, timeline in Perfetto JSON. `pdscope-simulate plan/
+--hardware a100-6230r --trace routing.npz` answers 'what would I get on that card'; the same routing
+trace replayed through every policy gives the seesaw table. Plus a lower bound". That times are
+those of the mock driver: tests/differential/test_simulate.py.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from support.assets import ROOT
+
+from pdscope.cli import simulate as command
+from pdscope.compiler.decision import Policy
+from pdscope.compiler.policies import victim
+from pdscope.compiler.simulate import synthetic
+from pdscope.compiler.simulate.device import COMPUTE, COPIES, D2H, H2D, Gpu
+from pdscope.compiler.simulate.residency import Ring
+from pdscope.compiler.simulate.study import Routing, Study
+from pdscope.compiler.simulate.timing import Link, Work
+from pdscope.errors import InputError
+from pdscope.routing_trace import RoutingTrace
+
+GB = 10**9  # a byte takes a nanosecond
+QWEN = ROOT / "examples" / "configs" / "qwen3-30b-a3b" / "config.json"
+SHAPE = synthetic.Shape(range(4), 32, 4)
+
+
+# --- times and the device ---
+
+
+def test_work_is_a_curve_of_each_piece() -> None:
+    work = Work(base=10, knots=((2, 100), (4, 200), (10, 260)), extra_num=3, extra_den=2)
+    assert work.ns([], 0) == 10
+    assert work.ns([1, 2, 3, 7, 16], 5) == 10 + 100 + 100 + 150 + 230 + 320 + 7
+
+
+def test_copies_share_an_engine_and_start_anew_where_it_was_idle() -> None:
+    gpu = Gpu(Link(GB, GB, h2d_start=50))
+    gpu.copy(H2D, COPIES, 100)
+    gpu.copy(H2D, COMPUTE, 30)
+    done = gpu.record(COMPUTE)
+    gpu.copy(D2H, COMPUTE, 20)
+    while not done.done:
+        gpu.pass_time()
+    assert gpu.now == 50 + 100 + 30  # the second one found the engine busy
+    gpu.drain()
+    assert gpu.now == 200
+    gpu.advance(300)
+    gpu.copy(H2D, COPIES, 1)
+    gpu.drain()
+    assert gpu.now == 351
+
+
+def test_a_busy_host_slows_the_copies_of_its_time() -> None:
+    gpu = Gpu(Link(GB, GB, h2d_busy=GB // 2))
+    gpu.copy(H2D, COPIES, 1000)
+    gpu.advance(100)
+    end = gpu.begin_host_work(200)
+    while gpu.now < end:
+        gpu.pass_time(end)
+    gpu.drain()
+    assert gpu.now == 100 + 200 + (1000 - 100 - 100)
+
+
+def test_a_stream_waits_for_an_event_of_the_other() -> None:
+    gpu = Gpu(Link(GB, GB), keep_spans=True)
+    gpu.copy(H2D, COPIES, 500, "load", 3)
+    gpu.wait_event(COMPUTE, gpu.record(COPIES))
+    gpu.launch(40, "experts", 3)
+    gpu.drain()
+    assert gpu.spans is not None
+    assert [(s.track, s.begin, s.end) for s in gpu.spans] == [
+        ("h2d", 0, 500),
+        ("compute", 500, 540),
+    ]
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_the_ring_takes_the_victims_of_the_policy(policy: Policy) -> None:
+    """Its columns are a faster way to the answer of pdscope.compiler.policies.victim."""
+    rng = np.random.default_rng(policy.number)
+    ring = Ring(policy, 40, 6)
+    for slot in range(40):
+        ring.assign(slot, int(rng.integers(6)), 100 + slot, int(rng.integers(5)), 1)
+    for step in range(60):
+        ring.kept[:] = rng.random(40) < 0.3
+        ring.used[:] = step - rng.integers(0, 70, 40)
+        ring.score[:] = rng.integers(0, 9, 40) << rng.integers(0, 12, 40)
+        expected = victim(policy, ring.cached(), step % 6, 6, step + 4)
+        assert ring._victim(step % 6, step + 4) == expected
+    ring.kept[:] = 1
+    assert ring.take(0, 1, 0, 1, 9) is None
+
+
+# --- routing ---
+
+
+def test_made_routing_is_as_unequal_as_it_was_measured() -> None:
+    skew = synthetic.MEASURED["DeepseekV2ForCausalLM"]
+    trace = synthetic.made(SHAPE, [3000], 0, 512, skew)
+    assert trace.problem() is None
+    assert trace.rows.tolist() == [512] * 5 + [440] and trace.logits.tolist() == [0] * 5 + [1]
+    again = synthetic.measure(trace, depths=4, points=9)
+    assert np.abs(np.array(again.curves) - np.array(skew.curves)).max() < 0.06
+    assert abs(again.repeats - skew.repeats) < 0.1
+    assert np.allclose(trace.weights.sum(axis=2), 1, atol=1e-5)
+    for ids in trace.ids.reshape(-1, 4):
+        assert len(set(ids.tolist())) == 4
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.45, 0.9, 1.0])
+def test_predictions_hit_as_often_as_asked(accuracy: float) -> None:
+    trace = synthetic.with_predictions(synthetic.made(SHAPE, [500], 20, 128), accuracy)
+    assert (trace.predicted[-1] == -1).all()
+    hits = [
+        np.isin(p, truth).mean()
+        for layer in range(3)
+        for p, truth in zip(trace.predicted[layer], trace.ids[layer + 1], strict=True)
+    ]
+    assert abs(float(np.mean(hits)) - accuracy) < 0.03
+    for row in trace.predicted[:-1].reshape(-1, 4):
+        named = row[row >= 0].tolist()
+        assert len(set(named)) == len(named)
+
+
+def test_adversarial_predictions_are_sure_and_wrong() -> None:
+    made = synthetic.made(SHAPE, [100], 0, 128)
+    trace = synthetic.with_predictions(made, 1.0, adversarial=True)
+    for layer in range(3):
+        for p, truth in zip(trace.predicted[layer], trace.ids[layer + 1], strict=True):
+            assert not set(p.tolist()) & set(truth.tolist())
+    assert (trace.sure[:-1] == 1).all()
+
+
+def saved(path: Path, **changed: Any) -> Path:
+    trace = synthetic.made(SHAPE, [20], 4, 128)
+    RoutingTrace(**{**vars(trace), **changed}).save(path)
+    return path
+
+
+def test_a_saved_trace_is_read_again(tmp_path: Path) -> None:
+    file = saved(tmp_path / "r.npz")
+    trace = RoutingTrace.load(file)
+    assert [s.rows for s in trace.steps()] == [20, 1, 1, 1, 1]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rows": np.full(5, 3, np.int32)}, "rows: sum to 15, expected 24"),
+        ({"experts": 9}, "ids: 0 to 31, expected 0 to 8"),
+        ({"experts": 4096}, "4096 experts, expected 1 to 1024"),
+        ({"seq": np.zeros(3, np.int32)}, r"seq: int32 of shape \(3,\), expected integers \(24,\)"),
+        ({"sure": np.full((4, 24, 4), np.nan, np.float32)}, "sure: not all are finite"),
+        ({"weights": np.zeros((4, 24, 3), np.float32)}, "weights"),
+        ({"logits": np.zeros(5, np.float32)}, "logits: float32"),
+    ],
+)
+def test_a_damaged_trace_is_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    file = saved(tmp_path / "r.npz")
+    trace = RoutingTrace.load(file)
+    arrays = {k: v for k, v in vars(trace).items() if k != "experts"} | changed
+    experts = arrays.pop("experts", 32)
+    np.savez(file, pdscope_routing=np.array([1, experts]), **arrays)
+    with pytest.raises(InputError, match=f"r.npz: .*{said}"):
+        RoutingTrace.load(file)
+
+
+@pytest.mark.parametrize("text", [b"", b"PK\x03\x04 and no more", b"{}"])
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "r.npz"
+    file.write_bytes(text)
+    with pytest.raises(InputError, match="not a routing trace"):
+        RoutingTrace.load(file)
+    with pytest.raises(InputError, match="cannot be read"):
+        RoutingTrace.load(tmp_path / "other.npz")
+
+
+# --- a model of the paper on a platform of the paper ---
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """Qwen3-30B-A3B's dimensions, six layers of it, of which a fifth fit."""
+    config = json.loads(QWEN.read_text()) | {"num_hidden_layers": 6}
+    file = tmp_path_factory.mktemp("model") / "config.json"
+    file.write_text(json.dumps(config))
+    return Study.of_model(file, "a100-6230r", "adaptsched", gpu_mem="4GiB", max_context=1024)
+
+
+def test_policies_run_and_stay_above_the_bound(study: Study) -> None:
+    routing = Routing(prompt=256, tokens=6)
+    trace, hits = study.trace(routing)
+    assert hits == 0.9
+    rates = {}
+    for policy in Policy:
+        report, _ = study.run(policy.value, trace, routing, hits)
+        for phase in report.phases.values():
+            assert phase.ns >= phase.bound_ns > 0, policy
+            assert 0 < phase.gpu <= 1 and 0 <= phase.cpu <= 1 and 0 <= phase.link <= 1
+            assert len(phase.layers) == 6
+            assert sum(layer.ns for layer in phase.layers) <= phase.ns // phase.steps
+        assert report.ledger["prefetches"] == 0 or policy.predictor
+        rates[policy] = {k: p.tokens_per_second for k, p in report.phases.items()}
+    best = rates[Policy.ADAPTSCHED]
+    # The seesaw: what is good at one phase is not at the other.
+    assert best["decode"] > 1.5 * rates[Policy.ONDEMAND]["decode"]
+    assert best["prefill"] > 1.2 * rates[Policy.STATIC]["prefill"]
+
+
+def test_a_policy_has_its_own_slots_in_the_same_memory(study: Study) -> None:
+    routing = Routing(prompt=20, tokens=1)
+    trace, hits = study.trace(routing)
+    shape = {p: study.run(p, trace, routing, hits)[0] for p in ("adaptsched", "static", "lru")}
+    slots = {p: r.resident + r.ring for p, r in shape.items()}
+    assert len(set(slots.values())) == 1 and slots["static"] > 100
+    assert (shape["static"].ring, shape["lru"].resident) == (0, 0)
+    assert 0 < shape["adaptsched"].ring < 20
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(command.main, [str(a) for a in args])
+
+
+def test_the_command_answers_for_a_config(tmp_path: Path) -> None:
+    config = json.loads(QWEN.read_text()) | {"num_hidden_layers": 3}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    timeline = tmp_path / "timeline.json"
+    common = (file, "--gpu-mem", "3GiB", "--prompt", 64, "--tokens", 3, "--max-context", 512)
+    done = run(*common, "--hardware", "v100-6230r", "--perfetto", timeline)
+    assert done.exit_code == 0, done.output
+    for text in ("above bound", "prefill by layer", "decode by layer", "hardware description v100"):
+        assert text in done.output
+    events = json.loads(timeline.read_text())["traceEvents"]
+    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert tracks == {"driver", "cpu", "gpu0 compute", "link to the GPU", "link to the host"}
+    kernels = [e for e in events if e["ph"] == "X" and e["tid"] == 3]
+    assert all(
+        a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in zip(kernels, kernels[1:], strict=False)
+    )
+    done = run(*common, "--hardware", "a100-6230r", "--policy", "all", "--json", "--accuracy", 0.5)
+    data = json.loads(done.output)
+    assert [p["policy"] for p in data["policies"]] == [p.value for p in Policy]
+    assert data["policies"][0]["phases"]["decode"]["tokens_per_second"] > 0
+    assert "predictions 50% right" in data["routing"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--gpu-mem", "3GiB"), "give --hardware or --costs"),
+        (("--hardware", "a100-6230r"), "give --gpu-mem"),
+        (("--hardware", "a100", "--gpu-mem", "3GiB"), "a100-6230r"),
+        (("--hardware", "auto", "--gpu-mem", "3GiB"), "a machine that can be simulated"),
+        (("--hardware", "a100-6230r", "--gpu-mem", "100MiB"), "--gpu-mem 100.0 MiB"),
+    ],
+)
+def test_faults_are_one_line(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+    config = json.loads(QWEN.read_text()) | {"num_hidden_layers": 2}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    done = run(file, *options)
+    assert done.exit_code == 1
+    assert said in done.output and done.output.count("\n") == 1, done.output
+
+
+def test_help_teaches() -> None:
+    text = run("--help").output
+    assert "What would I get on that card?" in text and "--policy all" in text
+    assert run(QWEN, "--policy", "fastest").exit_code == 2
+    assert run(QWEN, "--hardware", "a", "--costs", QWEN).exit_code == 2
