@@ -152,6 +152,12 @@ pds_status pds_engine_get_cache_prefetch(const pds_engine *e, pds_cache_prefetch
   return PDS_OK;
 }
 
+pds_status pds_engine_get_gpu(const pds_engine *e, pds_gpu_info *out) {
+  (void)e;
+  *out = (pds_gpu_info){0}; /* everything runs on the CPU */
+  return PDS_OK;
+}
+
 pds_status pds_session_create(pds_engine *e, const pds_session_options *o, pds_session **out) {
   uint32_t seqs = o && o->max_seqs ? o->max_seqs : 1;
   pds_session *s = calloc(1, sizeof *s + seqs * sizeof(sequence));
