@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdscope.cli.format import human_bytes, pairs, table
-from pdscope.dummy_predictor import DummyPredictor
 from pdscope.errors import InputError, PlanError, disk_fault
 from pdscope.predictor_figures import (
+    JSON,
     PHASEPER,
     RIVALS,
     Figures,
@@ -29,6 +29,7 @@ from pdscope.predictor_figures import (
 
 if TYPE_CHECKING:
     from pdscope.compiler.phaseper.evaluate import Evaluation
+    from pdscope.dummy_predictor import DummyPredictor
     from pdscope.plan import Plan
 
 _TITLES = {PHASEPER: "PhasePer"}
@@ -36,7 +37,7 @@ _TITLES = {PHASEPER: "PhasePer"}
 
 def print_predictors(plan: "Plan", on: Path | None, html: Path | None, as_json: bool) -> None:
     """on: a text to measure on; None: the calibration's validation rows, as the compile did."""
-    if dummy := DummyPredictor.of(plan):
+    if dummy := _dummy(plan):
         _print_dummy(plan, dummy, on or html, as_json)
         return
     predictors = Predictors.open(plan)
@@ -62,7 +63,16 @@ def print_predictors(plan: "Plan", on: Path | None, html: Path | None, as_json: 
         click.echo(f"\nplots are in {html}")
 
 
-def _print_dummy(plan: "Plan", dummy: DummyPredictor, asked: Path | None, as_json: bool) -> None:
+def _dummy(plan: "Plan") -> "DummyPredictor | None":
+    """What stands in for predictors; it needs numpy, which other plans' figures do without."""
+    if JSON not in plan.files or '"dummy"' not in plan.read_text(JSON):
+        return None
+    from pdscope.dummy_predictor import DummyPredictor
+
+    return DummyPredictor.of(plan)
+
+
+def _print_dummy(plan: "Plan", dummy: "DummyPredictor", asked: Path | None, as_json: bool) -> None:
     if asked is not None:
         raise InputError(
             f"{plan.path}: its predictor is a dummy, of which there is nothing to measure on "

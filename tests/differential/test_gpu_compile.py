@@ -17,6 +17,8 @@ from pdscope.compiler.phaseper import calibration
 from pdscope.placement import draft_thresholds, hit_rates, popularity_of
 from pdscope.plan import Plan
 
+pytestmark = pytest.mark.verify  # a training; test_gpu_plans.py has a shorter one for every run
+
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
@@ -31,7 +33,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
             out.write(json.dumps({"messages": messages}) + "\n")
     said = run_here(
         *("pdscope-compile", BUNDLED / "tiny-mixtral", "-o", folder / "p"),
-        *("--gpu-mem", "29MB", "--gpu-reserve", 0, "--costs", "auto,h200-emr16"),
+        *("--gpu-mem", "32MB", "--gpu-reserve", 0, "--costs", "auto,h200-emr16"),
+        *("--dtype", "fp32"),  # costs are kept by dtype: others measure those of bf16
         *("--max-context", 512, "--calibration", chats, "--trace-records", 200),
         *("--predictor-device", "cpu"),
     )
