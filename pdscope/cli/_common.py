@@ -10,13 +10,16 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from pdscope import __version__
 from pdscope.cli._interrupt import INTERRUPTED
 from pdscope.errors import PdscopeError, disk_fault
+
+if TYPE_CHECKING:
+    from pdscope.engine import Engine
 
 _EPILOG = (
     "Exit status: 0 success, 1 a fault of input or environment (one line says which, and what to "
@@ -228,6 +231,12 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         decorated = option(decorated)
     return decorated
+
+
+def say_fallback(engine: "Engine", device: str) -> None:
+    """A plan for a GPU that runs on the CPU without having been asked to."""
+    if engine.plan.gpu and device == "auto" and (gpu := engine.gpu())["device"] == "cpu":
+        click.echo(f"note: running on the CPU: {gpu['why']}", err=True)
 
 
 def fail(message: str) -> NoReturn:

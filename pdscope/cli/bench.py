@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdscope.cli._common import command, machine_options
+from pdscope.cli._common import command, machine_options, say_fallback
 from pdscope.cli._interrupt import leave_at_interrupt
 from pdscope.cli.paths import GivenPath
 from pdscope.errors import BudgetError
@@ -175,6 +175,7 @@ def main(
         opened,
         **machine,
     ) as engine:
+        say_fallback(engine, machine["device"])
         results = [
             _measure(engine, kind, n, repetitions, not no_warmup, dummy) for kind, n in tests
         ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdscope import config
-from pdscope.cli._common import command, machine_options
+from pdscope.cli._common import command, machine_options, say_fallback
 from pdscope.cli._interrupt import leave_at_interrupt
 from pdscope.cli.paths import GivenPath
 from pdscope.errors import InputError
@@ -165,6 +165,7 @@ def main(
     load_seconds = time.perf_counter() - begin
     with engine:
         _say_loaded(engine, load_seconds)
+        say_fallback(engine, machine["device"])
         if not engine.has_tokenizer:
             raise InputError(
                 f"{plan}: this plan has no tokenizer and cannot take text: pass token ids with the "
@@ -321,6 +322,7 @@ def _tracing(
     # A step runs the programs of one phase; all phases have about as many instructions.
     phases = sum(1 for phase in PHASES if engine.plan.program_files(phase)) or 1
     per_step = engine.plan.data["programs"]["instructions"] // phases + 1
+    per_step *= 2 if engine.plan.gpu else 1  # counted are the CPU's; a GPU's have at most so many
     steps = engine.info.max_context + 64 if conversation else tokens
     prefill = engine.info.max_context // engine.info.max_rows + 2
     capacity = min(per_step * (min(steps, engine.info.max_context) + prefill), _MOST_RECORDS)

@@ -70,6 +70,8 @@ def test_no_driver(plan: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> No
     line = run(plan, "--device", "gpu").fault()
     assert path in line and text in line and "NVIDIA's driver" in line
     ran = run(plan, "--device", "auto", "--json")
+    assert "note: running on the CPU: no GPU can be used" in ran.err
+    assert "note:" not in run(plan, "--device", "cpu").err
     told = json.loads(ran.out)["gpu"]
     assert told["device"] == "cpu"
     assert told["why"].startswith("no GPU can be used: ") and text in told["why"]
