@@ -2,13 +2,14 @@
 rest.
 
 The formulas mirror runtime_c/src/gpu.c (take_weights, open_arena). May import
-pdscope.compiler.{lowered,passes.plan_memory} and pdscope.errors.
+pdscope.compiler.{decision,lowered,passes.plan_memory} and pdscope.errors.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pdscope.compiler.decision import Policy
 from pdscope.compiler.lowered import LoweredModel, ceil_to
 from pdscope.compiler.passes.plan_memory import MemoryPlan
 from pdscope.errors import BudgetError
@@ -21,10 +22,7 @@ RESERVE = 640 << 20  # of a CUDA context and its kernels, unless said otherwise
 CACHES = ("fate", "hybrimoe", "lru", "apex")
 #: Policies that move nothing.
 FIXED = ("static",)
-POLICIES = (
-    *("adaptsched", "pdscope-paper", "static", "ondemand", "fate"),
-    *("fiddler", "hybrimoe", "lru", "apex"),
-)
+POLICIES = tuple(policy.value for policy in Policy)
 
 
 @dataclass(frozen=True)

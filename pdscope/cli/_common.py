@@ -2,7 +2,7 @@
 
 0 is success, 1 a fault of input or environment (cause and remedy on standard error), 2 wrong usage,
 130 an interrupt. Anything else that escapes is a defect and shows its traceback. May import click,
-pdscope.errors and pdscope.cli._interrupt.
+pdscope.errors, pdscope.cli._interrupt and pdscope.compiler.decision, which needs nothing else.
 """
 
 import functools
@@ -16,6 +16,7 @@ import click
 
 from pdscope import __version__
 from pdscope.cli._interrupt import INTERRUPTED
+from pdscope.compiler.decision import Policy
 from pdscope.errors import PdscopeError, disk_fault
 
 if TYPE_CHECKING:
@@ -33,11 +34,7 @@ _MACHINE = (
     *("device", "policy", "threads", "isa", "pin", "weights", "cache_prefetch", "predictor"),
     *("learner", "learner_threshold"),
 )
-#: Of runtime_c/src/decide.h, in its order.
-POLICIES = (
-    *("adaptsched", "pdscope-paper", "static", "ondemand", "fate"),
-    *("fiddler", "hybrimoe", "lru", "apex"),
-)
+POLICIES = tuple(policy.value for policy in Policy)
 
 
 class Interrupted(click.Abort):

@@ -142,6 +142,12 @@ int32_t pds_policy_keeps(uint32_t policy);
 /* Not 0: the policy prefetches, so it asks what the next layer's experts will be. */
 int32_t pds_policy_predicts(uint32_t policy);
 
+/* Not 0: what it asks are PhasePer's nets; otherwise the next layer's gate. */
+int32_t pds_policy_has_nets(uint32_t policy);
+
+/* Not 0: the policy looks at routing weights. */
+int32_t pds_policy_weighs(uint32_t policy);
+
 /* An expert's score when its layer activates it, with this routing weight, `age` steps after the last time.
  * hybrimoe's is the mean of its weights over about 8 steps, the others' the part of about 32 steps that
  * activated it. It decays by itself: pds_victim counts what is left of it. The caller keeps one for every

@@ -103,10 +103,6 @@ bool pds_gpu_predicts(const pds_gpu *gpu) {
   return pds_policy_predicts(gpu->policy.policy) && gpu->residency.ring;
 }
 
-bool pds_gpu_predicts_by_nets(const pds_gpu *gpu) {
-  return gpu->policy.policy == PDS_POLICY_ADAPTSCHED || gpu->policy.policy == PDS_POLICY_PAPER;
-}
-
 pds_status pds_gpu_host_work(pds_gpu *gpu, const char *name, uint32_t n, const uint32_t *tokens) {
   if (!gpu->is_virtual) return PDS_OK;
   const int64_t end = gpu->cuda.pds_mock_host_begin(name, n, tokens);

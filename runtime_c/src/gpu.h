@@ -221,10 +221,8 @@ pds_status pds_gpu_wait(pds_gpu *gpu, CUevent event);
 pds_status pds_gpu_wait_stream(pds_gpu *gpu, CUstream stream);
 /* Copies to, from or within the device, and waits. */
 pds_status pds_gpu_copy(pds_gpu *gpu, void *to, const void *from, uint64_t bytes, pds_kv_way way);
-/* Whether decisions use predictions, and whether those are PhasePer's nets': rivals have the next layer's
- * gate. */
+/* Whether decisions use predictions. */
 bool pds_gpu_predicts(const pds_gpu *gpu);
-bool pds_gpu_predicts_by_nets(const pds_gpu *gpu);
 /* Waits for both streams; a device that makes no progress for too long has stopped, which is an error. */
 pds_status pds_gpu_drain(pds_gpu *gpu);
 /* The host is busy with `n` pieces of work: in a virtual clock's time. */

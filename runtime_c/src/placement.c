@@ -54,13 +54,17 @@ typedef struct placing {
       recalled[PDS_MAX_EXPERTS]; /* experts whose prefetch was not yet sent whole: 1 + its index */
 } placing;
 
+static size_t expert_at(const placing *p, uint32_t layer, uint32_t expert) {
+  return (size_t)layer * p->residency->experts + expert;
+}
+
 static uint32_t popularity_of(const placing *p, uint32_t layer, uint32_t expert) {
-  return p->policy->popularity[(size_t)layer * p->residency->experts + expert];
+  return p->policy->popularity[expert_at(p, layer, expert)];
 }
 
 /* Sum of an expert's routing weights, for the policies that look at it. */
 static uint32_t weight_of(const placing *p, const pds_hole *hole) {
-  if (p->policy->policy != PDS_POLICY_HYBRIMOE && p->policy->policy != PDS_POLICY_APEX) return 0;
+  if (!pds_policy_weighs(p->policy->policy)) return 0;
   const float *weight = pds_buf(p->step->host, PDS_BUF_ROUTE_W);
   const int32_t *sorted = pds_buf(p->step->host, PDS_BUF_EXPERT_ROWS);
   double sum = 0;
@@ -148,10 +152,6 @@ static void settle_prediction(placing *p) {
   pause(p);
 }
 
-static size_t expert_at(const placing *p, uint32_t layer, uint32_t expert) {
-  return (size_t)layer * p->residency->experts + expert;
-}
-
 /* An activated expert's score, which it has with or without a slot. */
 static uint32_t score_of(placing *p, const pds_due *due) {
   pds_gpu_policy *policy = p->policy;
@@ -173,7 +173,8 @@ static void label(placing *p, int32_t slot, uint32_t layer, uint32_t expert) {
 static void list_activated(placing *p) {
   const pds_step_ctx *host = p->step->host;
   pds_gpu_policy *policy = p->policy;
-  uint32_t late[PDS_MAX_EXPERTS], n_late = 0;
+  pds_due late[PDS_MAX_EXPERTS];
+  uint32_t n_late = 0;
   for (uint32_t i = 0; i < host->n_cpu_holes; i++) {
     const pds_hole *hole = &host->cpu_holes[i];
     const pds_due due = {.expert = hole->expert,
@@ -198,19 +199,15 @@ static void list_activated(placing *p) {
       cached->score = score;
     }
     if (is_late)
-      late[n_late++] = i;
+      late[n_late++] = due;
     else
       policy->res[p->n_res++] = due;
   }
   /* The late ones in order of arrival. */
   for (uint32_t j = 0; j < policy->ahead && n_late; j++)
     for (uint32_t i = 0; i < n_late; i++) {
-      const pds_hole *hole = &host->cpu_holes[late[i]];
-      if (hole->expert != policy->ahead_expert[j]) continue;
-      policy->res[p->n_res++] = (pds_due){.expert = hole->expert,
-                                          .tokens = hole->rows,
-                                          .popularity = popularity_of(p, p->layer, hole->expert),
-                                          .weight = weight_of(p, hole)};
+      if (late[i].expert != policy->ahead_expert[j]) continue;
+      policy->res[p->n_res++] = late[i];
       p->n_late++;
       p->backlog = arrival(policy, j);
     }

@@ -27,6 +27,14 @@ int32_t pds_policy_predicts(uint32_t policy) {
   return pds_policy_keeps(policy) && policy != PDS_POLICY_LRU;
 }
 
+int32_t pds_policy_has_nets(uint32_t policy) {
+  return policy == PDS_POLICY_ADAPTSCHED || policy == PDS_POLICY_PAPER;
+}
+
+int32_t pds_policy_weighs(uint32_t policy) {
+  return policy == PDS_POLICY_HYBRIMOE || policy == PDS_POLICY_APEX;
+}
+
 /* Recently used, often used, soon used: each in 1/65536. */
 static uint32_t apex_worth(const pds_cached *slot, uint32_t layer, uint32_t n_layers,
                            uint32_t age) {

@@ -235,7 +235,7 @@ static pds_status run_step(pds_session *session, const pds_batch *batch, pds_log
   ctx.predicts =
       engine->gpu ? pds_gpu_predicts(engine->gpu) : pds_llc_begin(&engine->llc, batch->n);
   if (engine->gpu) ctx.predict_step = (batch->n + plan->predict_rows - 1) / plan->predict_rows;
-  if (ctx.predicts && (!engine->gpu || pds_gpu_predicts_by_nets(engine->gpu)))
+  if (ctx.predicts && (!engine->gpu || pds_policy_has_nets(engine->gpu->policy.policy)))
     ctx.nets = atomic_load_explicit(&engine->nets, memory_order_acquire);
   ctx.predictions = session->predictions;
   ctx.n_predictions = session->n_predictions;
