@@ -1,0 +1,33 @@
+/* list.h: all kernels of a GPU. X(name, parameter struct, most threads of a block): the function is
+ * pds_cu_<name>. */
+#ifndef PDS_CUDA_LIST_H
+#define PDS_CUDA_LIST_H
+
+#include "params.h"
+
+/* rows.cu */
+#define PDS_CU_ROW_KERNELS(X)                                                                      \
+  X(rope, pds_cu_rope, 256)                                                                        \
+  X(norm, pds_cu_norm, 256)                                                                        \
+  X(route, pds_cu_route, 256)                                                                      \
+  X(combine, pds_cu_combine, 256)
+
+/* attention.cu */
+#define PDS_CU_ATTENTION_KERNELS(X)
+
+/* gemm.cu */
+#define PDS_CU_GEMM_KERNELS(X)
+
+#define PDS_CU_KERNELS(X)                                                                          \
+  PDS_CU_ROW_KERNELS(X)                                                                            \
+  PDS_CU_ATTENTION_KERNELS(X)                                                                      \
+  PDS_CU_GEMM_KERNELS(X)
+
+typedef enum pds_cu_kernel {
+#define PDS_CU_ENUM(name, params, threads) PDS_CU_##name,
+  PDS_CU_KERNELS(PDS_CU_ENUM)
+#undef PDS_CU_ENUM
+      PDS_CU_COUNT
+} pds_cu_kernel;
+
+#endif
