@@ -45,6 +45,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/link.c",
     "src/placement.c",
     "src/gpu_step.c",
+    "src/gpu_kernels.c",
     "src/twins.c",
     "src/schedule.c",
     "src/exec.c",
@@ -62,6 +63,9 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/ops_net.c",
     "src/ops_predict.c",
     "cuda/driver.c",
+    "cuda/launch_gemm.c",
+    "cuda/launch_attention.c",
+    "cuda/launch_rows.c",
 )
 
 #: Sources of the mock CUDA driver, a library of its own, relative to ROOT.

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "cpu.h"
+#include "gpu_kernels.h"
 #include "map.h"
 #include "memory.h"
 #include "trace.h"
@@ -182,6 +183,8 @@ const unsigned char *pds_expert_host(const pds_plan *plan, const unsigned char *
 
 /* --- opening --- */
 
+enum { LEAST_COMPUTE = 80 }; /* bf16 matrix units, asynchronous copies to shared memory */
+
 const char *const pds_kernel_names[PDS_KERNELS] = {
     [PDS_KERNEL_ROPE] = "rope",           [PDS_KERNEL_NORM] = "norm",
     [PDS_KERNEL_ATTENTION] = "attention", [PDS_KERNEL_MLP] = "mlp",
@@ -189,6 +192,39 @@ const char *const pds_kernel_names[PDS_KERNELS] = {
     [PDS_KERNEL_SHARED] = "shared",       [PDS_KERNEL_COMBINE] = "combine",
     [PDS_KERNEL_LM_HEAD] = "lm_head",
 };
+
+static pds_status attribute(pds_gpu *gpu, CUdevice_attribute which, uint32_t *out) {
+  int value = 0;
+  PDS_CUDA_CALL(gpu, "asking for the GPU's properties", cuDeviceGetAttribute, &value, which,
+                gpu->device);
+  *out = (uint32_t)value;
+  return PDS_OK;
+}
+
+/* What launches depend on, and what the runtime takes for granted. */
+static pds_status ask_device(pds_gpu *gpu) {
+  uint32_t major, minor, one_address;
+  pds_cu_device *d = &gpu->cu_device;
+  PDS_RETURN_IF_ERROR(attribute(gpu, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, &major));
+  PDS_RETURN_IF_ERROR(attribute(gpu, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, &minor));
+  PDS_RETURN_IF_ERROR(attribute(gpu, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, &d->sms));
+  PDS_RETURN_IF_ERROR(
+      attribute(gpu, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, &d->shared_most));
+  PDS_RETURN_IF_ERROR(
+      attribute(gpu, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, &one_address));
+  d->compute = 10 * major + minor;
+  if (d->compute < LEAST_COMPUTE)
+    return pds_fail(PDS_ERR_DRIVER,
+                    "%s: compute capability %u.%u, expected %u.%u or later; run on the CPU (device "
+                    "cpu)",
+                    gpu->name, major, minor, LEAST_COMPUTE / 10, LEAST_COMPUTE % 10);
+  if (!one_address)
+    return pds_fail(PDS_ERR_DRIVER,
+                    "%s: it cannot read pinned host memory at the host's addresses; run on the CPU "
+                    "(device cpu)",
+                    gpu->name);
+  return PDS_OK;
+}
 
 static pds_status open_device(pds_gpu *gpu, const pds_gpu_options *options) {
   PDS_RETURN_IF_ERROR(pds_cuda_open(options->driver, &gpu->cuda));
@@ -199,13 +235,9 @@ static pds_status open_device(pds_gpu *gpu, const pds_gpu_options *options) {
                     options->device, count - 1, count);
   PDS_CUDA_CALL(gpu, "opening the GPU", cuDeviceGet, &gpu->device, options->device);
   PDS_CUDA_CALL(gpu, "naming the GPU", cuDeviceGetName, gpu->name, sizeof gpu->name, gpu->device);
-  if (!gpu->cuda.pds_mock_now)
-    return pds_fail(
-        PDS_ERR_DRIVER,
-        "%s: this version runs GPU plans on the mock driver alone, it has no kernels for "
-        "a GPU yet; name the mock in PDSCOPE_CUDA_DRIVER, or run on the CPU",
-        gpu->name);
-  gpu->is_virtual = gpu->cuda.pds_mock_counter("virtual") == 1;
+  PDS_RETURN_IF_ERROR(ask_device(gpu));
+  gpu->is_virtual = gpu->cuda.pds_mock_now && gpu->cuda.pds_mock_counter("virtual") == 1;
+  gpu->link.depth = gpu->is_virtual ? PDS_LINK_IN_FLIGHT : PDS_LINK_DEPTH;
   size_t total = 0;
   PDS_CUDA_CALL(gpu, "asking for the GPU's memory", cuDeviceTotalMem, &total, gpu->device);
   gpu->cap = options->cap && options->cap < total ? options->cap : total;
@@ -214,7 +246,10 @@ static pds_status open_device(pds_gpu *gpu, const pds_gpu_options *options) {
   return PDS_OK;
 }
 
-static pds_status load_kernels(pds_gpu *gpu) {
+static pds_status load_kernels(pds_gpu *gpu, const char *files) {
+  gpu->twins = gpu->cuda.pds_mock_now && !(files && *files);
+  if (!gpu->twins) PDS_RETURN_IF_ERROR(pds_gpu_check_plan(gpu->plan));
+  if (!gpu->twins) return pds_gpu_load_images(gpu, files ? files : "");
   PDS_CUDA_CALL(gpu, "loading kernels", cuModuleLoadData, &gpu->module, pds_twin_image());
   for (int k = 0; k < PDS_KERNELS; k++)
     PDS_CUDA_CALL(gpu, pds_kernel_names[k], cuModuleGetFunction, &gpu->kernels[k], gpu->module,
@@ -228,7 +263,7 @@ static pds_status open_streams(pds_gpu *gpu) {
                 0);
   PDS_CUDA_CALL(gpu, "a stream", cuStreamCreateWithPriority, &gpu->copies, CU_STREAM_NON_BLOCKING,
                 0);
-  for (int i = 0; i < PDS_LINK_IN_FLIGHT; i++)
+  for (int i = 0; i < PDS_LINK_DEPTH; i++)
     PDS_CUDA_CALL(gpu, "an event", cuEventCreate, &gpu->link.chunk[i], events);
   for (uint32_t i = 0; i < gpu->residency.ring; i++) {
     PDS_CUDA_CALL(gpu, "an event", cuEventCreate, &gpu->link.ready[i], events);
@@ -361,9 +396,9 @@ static pds_status host_part(const pds_plan *plan, const pds_programs *programs, 
   return PDS_OK;
 }
 
-static pds_status start(pds_gpu *gpu, void *pinned, uint64_t pinned_bytes) {
+static pds_status start(pds_gpu *gpu, const char *kernels, void *pinned, uint64_t pinned_bytes) {
   PDS_RETURN_IF_ERROR(pds_gpu_enter(gpu));
-  pds_status status = load_kernels(gpu);
+  pds_status status = load_kernels(gpu, kernels);
   if (status == PDS_OK) status = open_streams(gpu);
   if (status == PDS_OK) status = take_weights(gpu);
   if (status == PDS_OK && pinned) {
@@ -386,7 +421,7 @@ pds_status pds_gpu_open(const pds_gpu_options *options, const pds_plan *plan,
   gpu->patience_ns =
       options->patience_ms ? options->patience_ms * 1000000ull : PATIENCE_S * 1000000000ull;
   pds_status status = open_device(gpu, options);
-  if (status == PDS_OK) status = start(gpu, pinned, pinned_bytes);
+  if (status == PDS_OK) status = start(gpu, options->kernels, pinned, pinned_bytes);
   if (status != PDS_OK) {
     /* Closing calls the driver, which may write a text of its own. */
     char why[PDS_ERROR_BYTES];
@@ -413,7 +448,7 @@ void pds_gpu_close(pds_gpu *gpu) {
     /* A device that failed takes no calls: its memory goes with the context. */
     gpu->cuda.cuCtxPushCurrent(gpu->context);
     if (gpu->compute && gpu->copies) pds_gpu_drain(gpu);
-    close_events(gpu, gpu->link.chunk, PDS_LINK_IN_FLIGHT);
+    close_events(gpu, gpu->link.chunk, PDS_LINK_DEPTH);
     close_events(gpu, gpu->link.ready, gpu->residency.ring);
     close_events(gpu, gpu->link.freed, gpu->residency.ring);
     if (gpu->compute) gpu->cuda.cuStreamDestroy(gpu->compute);
@@ -440,7 +475,7 @@ static pds_status open_pinned(pds_gpu *gpu, pds_gpu_session *s) {
       (uint64_t)gpu->residency.layers * gpu->residency.experts * sizeof(pds_gpu_hole), 64);
   s->pinned_bytes = rows + holes + pds_round_up(gpu->residency.experts, 64);
   PDS_CUDA_CALL(gpu, "pinned memory for a session", cuMemHostAlloc, &s->pinned, s->pinned_bytes,
-                CU_MEMHOSTALLOC_PORTABLE);
+                CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
   unsigned char *base = s->pinned;
   s->row_stage = (int32_t *)base;
   s->holes = (pds_gpu_hole *)(base + rows);
@@ -475,7 +510,9 @@ pds_status pds_gpu_session_open(pds_gpu *gpu, uint64_t kv_bytes, uint64_t table_
   if (status == PDS_OK) status = open_pinned(gpu, out);
   if (status == PDS_OK)
     status = pds_gpu_check(
-        gpu, gpu->cuda.cuMemHostRegister(scratch, scratch_bytes, CU_MEMHOSTREGISTER_PORTABLE),
+        gpu,
+        gpu->cuda.cuMemHostRegister(scratch, scratch_bytes,
+                                    CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP),
         "pinning a session's buffers (the limit on locked memory, ulimit -l, may be too low)");
   if (status == PDS_OK) {
     out->registered = true;

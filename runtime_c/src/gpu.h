@@ -10,6 +10,7 @@
 #include <stdbool.h>
 
 #include "cuda/driver.h"
+#include "cuda/launch.h"
 #include "decide.h"
 #include "kv.h"
 #include "plan_desc.h"
@@ -73,7 +74,8 @@ const void *pds_twin_image(void);
 
 /* --- the link --- */
 
-enum { PDS_LINK_CHUNK = 4 << 20, PDS_LINK_IN_FLIGHT = 2 };
+/* Under way: of prefetches, which may be cancelled, and of everything, at most. */
+enum { PDS_LINK_CHUNK = 4 << 20, PDS_LINK_IN_FLIGHT = 2, PDS_LINK_DEPTH = 16 };
 
 /* One expert on its way to a slot of the ring. */
 typedef struct pds_transfer {
@@ -93,8 +95,9 @@ typedef struct pds_transfers {
  * cancelled. */
 typedef struct pds_link {
   pds_transfers demand, spec;
-  CUevent chunk[PDS_LINK_IN_FLIGHT]; /* behind each chunk that is out */
+  CUevent chunk[PDS_LINK_DEPTH]; /* behind each chunk that is out */
   uint32_t oldest, in_flight;
+  uint32_t depth; /* of chunks on demand that may be out */
   CUevent *ready; /* [ring] behind the last chunk of a slot's copy */
   CUevent *freed; /* [ring] behind the last kernel that reads the slot */
 } pds_link;
@@ -134,7 +137,10 @@ struct pds_gpu {
   CUdevice device;
   CUcontext context;
   CUmodule module;
-  CUfunction kernels[PDS_KERNELS];
+  bool twins;                      /* operators are C functions of this process: the mock driver */
+  CUfunction kernels[PDS_KERNELS]; /* twins */
+  CUfunction cu[PDS_CU_COUNT];     /* a GPU's */
+  pds_cu_device cu_device;
   CUstream compute, copies;
   bool is_virtual;    /* the driver's clock is not this machine's */
   uint64_t cap, used; /* bytes of device memory: most, and taken */
@@ -182,6 +188,7 @@ typedef struct pds_gpu_step {
   uint32_t n_ready;  /* of them, the first ones: those that are there */
   uint32_t n_sent;   /* of the others, the first ones: those whose copy is queued */
   bool launches;     /* what is sent from now on is launched as it is sent */
+  pds_status pumped; /* what came of the link while the CPU computed */
 } pds_gpu_step;
 
 /* --- life --- */
@@ -191,6 +198,7 @@ typedef struct pds_gpu_options {
   int32_t device;
   uint64_t cap;         /* 0: all that the device has */
   uint32_t patience_ms; /* 0: two minutes */
+  const char *kernels;  /* files with kernels for a GPU, one a line, the best first */
 } pds_gpu_options;
 
 /* Opens the device, copies what stays there. On failure nothing is left. */

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "gpu.h"
+#include "gpu_kernels.h"
 #include "net.h"
 #include "trace.h"
 
@@ -19,6 +20,7 @@ static uint64_t context_of(const pds_step_ctx *host) {
 static pds_status launch(pds_gpu_step *step, pds_kernel kernel, uint32_t layer, uint32_t arg,
                          const pds_gpu_hole *holes, uint32_t n) {
   pds_gpu *gpu = step->gpu;
+  if (!gpu->twins) return pds_gpu_run(step, kernel, layer, arg, holes, n);
   uint32_t tokens[PDS_MAX_EXPERTS] = {step->host->rows};
   pds_kernel_args args = {
       .ctx = step->device, .layer = layer, .arg = arg, .holes = holes, .n_holes = n};
@@ -168,6 +170,12 @@ static pds_step_ctx device_context(const pds_gpu *gpu, const pds_gpu_session *s,
   return ctx;
 }
 
+/* While the CPU computes, the link goes on. */
+static void pump(void *arg) {
+  pds_gpu_step *step = arg;
+  if (step->pumped == PDS_OK) step->pumped = pds_link_pump(step->gpu);
+}
+
 pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *host,
                          pds_gpu_step *out) {
   *out = (pds_gpu_step){.gpu = gpu, .session = session, .host = host};
@@ -177,6 +185,7 @@ pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *h
         "a GPU plan's step needs costs and a policy: call pds_engine_set_schedule first");
   out->device = device_context(gpu, session, host);
   gpu->step = out;
+  if (!gpu->is_virtual) pds_pool_watch(host->pool, pump, out);
   gpu->policy.now++;
   gpu->policy.free_at = gpu->policy.elapsed = 0;
   gpu->policy.ahead = 0;
@@ -203,6 +212,7 @@ static void settle(pds_gpu *gpu, bool failed) {
 pds_status pds_gpu_end(pds_gpu_step *step, pds_status status) {
   pds_gpu *gpu = step->gpu;
   char why[PDS_ERROR_BYTES];
+  pds_pool_watch(step->host->pool, NULL, NULL);
   if (status != PDS_OK) memcpy(why, pds_last_error(), sizeof why);
   settle(gpu, status != PDS_OK);
   const pds_status end = gpu->stopped ? gpu->failed : pds_gpu_drain(gpu);
@@ -316,5 +326,5 @@ pds_status pds_gpu_instr(pds_gpu_step *step, const pds_program *program, const p
     else
       PDS_RETURN_IF_ERROR(on_gpu(step, program, in, out_experts));
   }
-  return pds_link_pump(step->gpu);
+  return step->pumped == PDS_OK ? pds_link_pump(step->gpu) : step->pumped;
 }

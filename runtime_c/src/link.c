@@ -40,7 +40,7 @@ static pds_status retire(pds_gpu *gpu) {
     const CUresult result = gpu->cuda.cuEventQuery(link->chunk[link->oldest]);
     if (result == CUDA_ERROR_NOT_READY) return PDS_OK;
     PDS_RETURN_IF_ERROR(pds_gpu_check(gpu, result, "copying an expert"));
-    link->oldest = (link->oldest + 1) % PDS_LINK_IN_FLIGHT;
+    link->oldest = (link->oldest + 1) % PDS_LINK_DEPTH;
     link->in_flight--;
   }
   return PDS_OK;
@@ -58,7 +58,7 @@ static pds_status send_chunk(pds_gpu *gpu, pds_transfers *queue) {
                 gpu->slots + (uint64_t)t->slot * gpu->expert_bytes + t->issued,
                 pds_expert_host(gpu->plan, gpu->host_files, t->layer, t->expert) + t->issued, n,
                 gpu->copies);
-  const uint32_t last = (link->oldest + link->in_flight) % PDS_LINK_IN_FLIGHT;
+  const uint32_t last = (link->oldest + link->in_flight) % PDS_LINK_DEPTH;
   PDS_CUDA_CALL(gpu, "copying an expert", cuEventRecord, link->chunk[last], gpu->copies);
   link->in_flight++;
   t->issued += n;
@@ -85,8 +85,9 @@ static pds_status may_send(pds_gpu *gpu, const pds_transfer *t, bool *out_may) {
 pds_status pds_link_pump(pds_gpu *gpu) {
   pds_link *link = &gpu->link;
   PDS_RETURN_IF_ERROR(retire(gpu));
-  while (link->in_flight < PDS_LINK_IN_FLIGHT && (link->demand.count || link->spec.count)) {
+  while (link->demand.count || link->spec.count) {
     pds_transfers *queue = link->demand.count ? &link->demand : &link->spec;
+    if (link->in_flight >= (link->demand.count ? link->depth : PDS_LINK_IN_FLIGHT)) return PDS_OK;
     bool may;
     PDS_RETURN_IF_ERROR(may_send(gpu, front(queue), &may));
     if (!may) return PDS_OK;

@@ -25,6 +25,8 @@
 /* Turns of the spin loop before the core is offered to others, so that one core, or more threads
  * than cores, still make progress: about 20 microseconds of pause instructions. */
 enum { SPINS = 512 };
+/* Turns between two looks at what is watched. */
+enum { WATCH_TURNS = 16 };
 
 typedef struct worker {
   pds_pool *pool;
@@ -42,6 +44,8 @@ struct pds_pool {
   uint32_t threads;
   worker *workers;
   bool pinned;
+  pds_watch_fn watch; /* of worker 0, or NULL */
+  void *watched;
   bool moved;                /* the open step's caller is on `core` for its duration */
   pds_cpu_set core, callers; /* worker 0's core; what the caller's affinity was */
   _Alignas(64) _Atomic bool open;
@@ -70,6 +74,15 @@ static void spin(uint32_t *turns) {
     sched_yield();
 }
 
+static void watch(pds_pool *pool) {
+  if (pool->watch) pool->watch(pool->watched);
+}
+
+void pds_pool_watch(pds_pool *pool, pds_watch_fn fn, void *ctx) {
+  pool->watch = fn;
+  pool->watched = ctx;
+}
+
 /* Claims and runs items until none is left. False if there was none. */
 static bool drain(pds_pool *pool, uint32_t index) {
   uint32_t ran = 0;
@@ -80,6 +93,7 @@ static bool drain(pds_pool *pool, uint32_t index) {
     if ((uint32_t)job >= job >> 32) break;
     pool->fn(pool->ctx, (uint32_t)job, index);
     atomic_fetch_add_explicit(&pool->done, 1, memory_order_release);
+    if (index == 0) watch(pool);
     ran++;
   }
   return ran > 0;
@@ -87,7 +101,10 @@ static bool drain(pds_pool *pool, uint32_t index) {
 
 void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items) {
   if (pool->threads == 1 || items <= 1) {
-    for (uint32_t item = 0; item < items; item++) fn(ctx, item, 0);
+    for (uint32_t item = 0; item < items; item++) {
+      fn(ctx, item, 0);
+      watch(pool);
+    }
     return;
   }
   pool->fn = fn;
@@ -96,7 +113,10 @@ void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items) {
   atomic_store_explicit(&pool->job, (uint64_t)items << 32, memory_order_release);
   drain(pool, 0);
   uint32_t turns = 0;
-  while (atomic_load_explicit(&pool->done, memory_order_acquire) != items) spin(&turns);
+  while (atomic_load_explicit(&pool->done, memory_order_acquire) != items) {
+    spin(&turns);
+    if (turns % WATCH_TURNS == 0) watch(pool);
+  }
 }
 
 void pds_pool_wait(const _Atomic uint32_t *left) {

@@ -1,0 +1,20 @@
+/* gpu_kernels.h: a GPU's operators made of its kernels (cuda/kernels/), as ops_*.c make the CPU's. */
+#ifndef PDS_GPU_KERNELS_H
+#define PDS_GPU_KERNELS_H
+
+#include "gpu.h"
+
+/* Launches what operator `op` takes, on the device's buffers, behind what `compute` was given. `arg`:
+ * pds_norm_site of PDS_KERNEL_NORM; whether there is a shared expert, of PDS_KERNEL_COMBINE. `holes`:
+ * those of PDS_KERNEL_EXPERTS. */
+pds_status pds_gpu_run(pds_gpu_step *step, pds_kernel op, uint32_t layer, uint32_t arg,
+                       const pds_gpu_hole *holes, uint32_t n_holes);
+
+/* Loads the first of the files (pds_gpu_options.kernels) that the device takes, and finds the kernels in
+ * it, with all the shared memory that a block can have. */
+pds_status pds_gpu_load_images(pds_gpu *gpu, const char *files);
+
+/* Whether the kernels take the plan's sizes, else PDS_ERR_PLAN_FORMAT. */
+pds_status pds_gpu_check_plan(const pds_plan *plan);
+
+#endif
