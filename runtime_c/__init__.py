@@ -46,6 +46,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/placement.c",
     "src/gpu_step.c",
     "src/gpu_kernels.c",
+    "src/gpu_graph.c",
     "src/twins.c",
     "src/schedule.c",
     "src/exec.c",

@@ -21,6 +21,8 @@ typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
 typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
+typedef struct CUgraph_st *CUgraph;
+typedef struct CUgraphExec_st *CUgraphExec;
 
 /* X(value, name, text): the results that are told apart or shown by name. */
 #define PDS_CUDA_RESULTS(X)                                                                        \
@@ -74,6 +76,8 @@ enum {
 };
 enum { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
 enum { CU_EVENT_DEFAULT = 0, CU_EVENT_BLOCKING_SYNC = 1, CU_EVENT_DISABLE_TIMING = 2 };
+enum { CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
+enum { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
 enum {
   CU_MEMHOSTALLOC_PORTABLE = 1,
   CU_MEMHOSTALLOC_DEVICEMAP = 2,
@@ -134,6 +138,14 @@ enum {
   X(cuModuleUnload, cuModuleUnload, (CUmodule module))                                             \
   X(cuModuleGetFunction, cuModuleGetFunction,                                                      \
     (CUfunction * out_function, CUmodule module, const char *name))                                \
+  X(cuFuncSetAttribute, cuFuncSetAttribute, (CUfunction function, int attribute, int value))       \
+  X(cuStreamBeginCapture, cuStreamBeginCapture_v2, (CUstream stream, int mode))                    \
+  X(cuStreamEndCapture, cuStreamEndCapture, (CUstream stream, CUgraph * out_graph))                \
+  X(cuGraphInstantiate, cuGraphInstantiateWithFlags,                                               \
+    (CUgraphExec * out_exec, CUgraph graph, unsigned long long flags))                             \
+  X(cuGraphLaunch, cuGraphLaunch, (CUgraphExec exec, CUstream stream))                             \
+  X(cuGraphExecDestroy, cuGraphExecDestroy, (CUgraphExec exec))                                    \
+  X(cuGraphDestroy, cuGraphDestroy, (CUgraph graph))                                               \
   X(cuLaunchKernel, cuLaunchKernel,                                                                \
     (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,     \
      unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void **params,    \

@@ -81,6 +81,24 @@ CUresult cuModuleGetFunction(CUfunction *out_function, CUmodule handle, const ch
   return mock_leave(mock_error(CUDA_ERROR_NOT_FOUND, "no kernel %.80s in the module", name));
 }
 
+/* --- what the mock has not --- */
+
+#define NOT_HERE(name, unused, ...)                                                                \
+  CUresult name(__VA_ARGS__) {                                                                     \
+    unused;                                                                                        \
+    CUresult result = mock_enter(#name);                                                           \
+    if (result == CUDA_SUCCESS)                                                                    \
+      result = mock_error(CUDA_ERROR_NOT_SUPPORTED, "the mock has no graphs");                     \
+    return mock_leave(result);                                                                     \
+  }
+NOT_HERE(cuStreamBeginCapture_v2, (void)stream; (void)mode, CUstream stream, int mode)
+NOT_HERE(cuStreamEndCapture, (void)stream; (void)out, CUstream stream, CUgraph *out)
+NOT_HERE(cuGraphInstantiateWithFlags, (void)out; (void)graph;
+         (void)flags, CUgraphExec *out, CUgraph graph, unsigned long long flags)
+NOT_HERE(cuGraphLaunch, (void)exec; (void)stream, CUgraphExec exec, CUstream stream)
+NOT_HERE(cuGraphExecDestroy, (void)exec, CUgraphExec exec)
+NOT_HERE(cuGraphDestroy, (void)graph, CUgraph graph)
+
 /* --- launch --- */
 
 typedef struct grid {

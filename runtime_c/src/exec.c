@@ -326,6 +326,7 @@ pds_status pds_exec_step(pds_session *session, pds_step_ctx *ctx) {
   pds_gpu_step step;
   PDS_RETURN_IF_ERROR(pds_gpu_enter(gpu));
   pds_status status = pds_gpu_begin(gpu, &session->gpu, ctx, &step);
+  step.tapped = session->tap != NULL;
   if (status == PDS_OK) status = run_programs(session, ctx, &step, (uint32_t)phase);
   status = pds_gpu_end(&step, status);
   pds_gpu_leave(gpu);

@@ -237,6 +237,7 @@ static pds_status open_device(pds_gpu *gpu, const pds_gpu_options *options) {
   PDS_CUDA_CALL(gpu, "naming the GPU", cuDeviceGetName, gpu->name, sizeof gpu->name, gpu->device);
   PDS_RETURN_IF_ERROR(ask_device(gpu));
   gpu->is_virtual = gpu->cuda.pds_mock_now && gpu->cuda.pds_mock_counter("virtual") == 1;
+  gpu->graphs = !gpu->cuda.pds_mock_now;
   gpu->link.depth = gpu->is_virtual ? PDS_LINK_IN_FLIGHT : PDS_LINK_DEPTH;
   size_t total = 0;
   PDS_CUDA_CALL(gpu, "asking for the GPU's memory", cuDeviceTotalMem, &total, gpu->device);
@@ -473,13 +474,16 @@ static pds_status open_pinned(pds_gpu *gpu, pds_gpu_session *s) {
   const uint64_t rows = pds_round_up(4 * 4 * (uint64_t)plan->max_rows, 64);
   const uint64_t holes = pds_round_up(
       (uint64_t)gpu->residency.layers * gpu->residency.experts * sizeof(pds_gpu_hole), 64);
-  s->pinned_bytes = rows + holes + pds_round_up(gpu->residency.experts, 64);
+  const uint64_t flags = pds_round_up(gpu->residency.experts, 64);
+  s->pinned_bytes = rows + holes + flags + gpu->residency.layers * sizeof(pds_graph);
   PDS_CUDA_CALL(gpu, "pinned memory for a session", cuMemHostAlloc, &s->pinned, s->pinned_bytes,
                 CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
   unsigned char *base = s->pinned;
   s->row_stage = (int32_t *)base;
   s->holes = (pds_gpu_hole *)(base + rows);
   s->on_gpu = base + rows + holes;
+  s->graphs = (pds_graph *)(base + rows + holes + flags);
+  memset(s->graphs, 0, gpu->residency.layers * sizeof(pds_graph));
   return PDS_OK;
 }
 
@@ -531,6 +535,7 @@ pds_status pds_gpu_session_open(pds_gpu *gpu, uint64_t kv_bytes, uint64_t table_
 void pds_gpu_session_close(pds_gpu *gpu, pds_gpu_session *session, void *scratch) {
   if (!gpu->stopped) pds_gpu_drain(gpu);
   if (gpu->stopped) return; /* it may still use all this */
+  pds_gpu_drop_graphs(gpu, session);
   if (session->routed) gpu->cuda.cuEventDestroy(session->routed);
   if (session->registered) gpu->cuda.cuMemHostUnregister(scratch);
   if (session->pinned) gpu->cuda.cuMemFreeHost(session->pinned);

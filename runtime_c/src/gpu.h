@@ -141,6 +141,7 @@ struct pds_gpu {
   CUfunction kernels[PDS_KERNELS]; /* twins */
   CUfunction cu[PDS_CU_COUNT];     /* a GPU's */
   pds_cu_device cu_device;
+  bool graphs; /* static graphs in steps of few rows */
   CUstream compute, copies;
   bool is_virtual;    /* the driver's clock is not this machine's */
   uint64_t cap, used; /* bytes of device memory: most, and taken */
@@ -163,6 +164,17 @@ struct pds_gpu {
   struct pds_gpu_step *step; /* the running one */
 };
 
+/* A layer's launches up to its gate, as they were when its key was. */
+typedef struct pds_graph {
+  CUgraphExec exec;
+  uint64_t key;
+} pds_graph;
+typedef enum pds_graph_state {
+  PDS_GRAPH_NONE,
+  PDS_GRAPH_CAPTURED, /* what is launched becomes part of a graph */
+  PDS_GRAPH_REPLAYED  /* it is launched already */
+} pds_graph_state;
+
 /* A session's part on the GPU. */
 typedef struct pds_gpu_session {
   CUdeviceptr arena, scratch, kv, rows, table;
@@ -173,6 +185,7 @@ typedef struct pds_gpu_session {
   pds_gpu_hole *holes; /* [layers][experts] */
   uint8_t *on_gpu;     /* [experts] */
   bool registered;     /* the session's host scratch */
+  pds_graph *graphs;   /* [layers] */
   CUevent routed;      /* behind the copies that recompile reads */
 } pds_gpu_session;
 
@@ -180,6 +193,7 @@ typedef struct pds_gpu_session {
 typedef struct pds_gpu_step {
   pds_gpu *gpu;
   pds_gpu_session *session;
+  bool tapped;         /* somebody looks at what each instruction leaves */
   pds_step_ctx *host;  /* the step as the CPU sees it */
   pds_step_ctx device; /* and as the GPU does */
   uint32_t layer;
@@ -187,6 +201,7 @@ typedef struct pds_gpu_step {
   uint32_t n_holes;  /* of the running layer, in session->holes[layer] */
   uint32_t n_ready;  /* of them, the first ones: those that are there */
   uint32_t n_sent;   /* of the others, the first ones: those whose copy is queued */
+  pds_graph_state graph;
   bool launches;     /* what is sent from now on is launched as it is sent */
   pds_status pumped; /* what came of the link while the CPU computed */
 } pds_gpu_step;

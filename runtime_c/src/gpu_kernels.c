@@ -1,5 +1,6 @@
 /* gpu_kernels.c: from operators to launches. The kernels read the CPU's layouts: weights, buffers and KV
  * blocks are the same on both sides. */
+#define _GNU_SOURCE
 #include "gpu_kernels.h"
 
 #include <fcntl.h>
@@ -80,7 +81,7 @@ pds_status pds_gpu_check_plan(const pds_plan *plan) {
 /* --- launching --- */
 
 typedef struct run {
-  pds_gpu_step *step;
+  const pds_gpu_step *step;
   const pds_step_ctx *ctx; /* the device's */
   const pds_plan *plan;
   const pds_layer *layer;
@@ -302,15 +303,19 @@ static uint32_t farthest(const pds_step_ctx *host) {
   return (uint32_t)far;
 }
 
-static pds_status run_attention(const run *r) {
+static void describe_cut(const run *r, pds_cu_attention *p) {
   enum { SPLIT_ROWS = 16 }; /* PARTIAL has room for so many */
+  describe(r, p);
+  if (p->rows <= SPLIT_ROWS)
+    pds_cu_cut_context(&r->step->gpu->cu_device, p, farthest(r->step->host), r->plan->kv_split);
+}
+
+static pds_status run_attention(const run *r) {
   const pds_attention *a = &r->layer->attn;
   const uint32_t hidden = hidden_stride(r);
   pds_cu_gemm g;
   pds_cu_attention p;
-  describe(r, &p);
-  if (p.rows <= SPLIT_ROWS)
-    pds_cu_cut_context(&r->step->gpu->cu_device, &p, farthest(r->step->host), r->plan->kv_split);
+  describe_cut(r, &p);
   gemm_of(r, &g, &a->in_proj, pds_buf(r->ctx, PDS_BUF_XACT), hidden, p.qkv, p.qkv_stride,
           PDS_OUT_F32);
   g.bias = bias_of(r, &a->in_bias);
@@ -334,7 +339,7 @@ static pds_status run_attention(const run *r) {
 /* --- the others --- */
 
 /* Layers whose ropes are alike share a table. */
-static pds_status run_ropes(run *r) {
+static pds_status run_ropes(const run *r) {
   const pds_layer *layers = r->plan->layers;
   for (uint32_t l = 0; l < r->plan->n_layers; l++) {
     const pds_rope *rope = &layers[l].attn.rope;
@@ -431,13 +436,25 @@ static pds_status run_lm_head(const run *r) {
   return run_gemm(r, &g);
 }
 
+static run run_of(const pds_gpu_step *step, uint32_t layer, const char *what) {
+  return (run){.step = step,
+               .ctx = &step->device,
+               .plan = step->gpu->plan,
+               .layer = &step->gpu->plan->layers[layer],
+               .what = what};
+}
+
+uint64_t pds_gpu_shape_key(const pds_gpu_step *step, uint32_t layer) {
+  const run r = run_of(step, layer, "attention");
+  const bool normed = step->host->predicts || step->host->learn;
+  pds_cu_attention p;
+  describe_cut(&r, &p);
+  return (uint64_t)p.split_tokens << 32 | (uint64_t)p.splits << 16 | p.rows << 1 | normed;
+}
+
 pds_status pds_gpu_run(pds_gpu_step *step, pds_kernel op, uint32_t layer, uint32_t arg,
                        const pds_gpu_hole *holes, uint32_t n_holes) {
-  run r = {.step = step,
-           .ctx = &step->device,
-           .plan = step->gpu->plan,
-           .layer = &step->gpu->plan->layers[layer],
-           .what = pds_kernel_names[op]};
+  const run r = run_of(step, layer, pds_kernel_names[op]);
   switch (op) {
   case PDS_KERNEL_ROPE: return run_ropes(&r);
   case PDS_KERNEL_NORM: return run_norm(&r, (pds_norm_site)arg);

@@ -14,6 +14,17 @@ pds_status pds_gpu_run(pds_gpu_step *step, pds_kernel op, uint32_t layer, uint32
  * it, with all the shared memory that a block can have. */
 pds_status pds_gpu_load_images(pds_gpu *gpu, const char *files);
 
+/* gpu_graph.c: around the launches of a MoE layer up to its gate. After begin, step->graph says whether
+ * they are still to be launched. */
+pds_status pds_gpu_graph_begin(pds_gpu_step *step);
+pds_status pds_gpu_graph_end(pds_gpu_step *step);
+/* Of a step that failed meanwhile. */
+void pds_gpu_graph_abandon(pds_gpu_step *step);
+void pds_gpu_drop_graphs(pds_gpu *gpu, pds_gpu_session *session);
+
+/* What the launches of a layer up to its gate depend on, beyond the plan and the session. */
+uint64_t pds_gpu_shape_key(const pds_gpu_step *step, uint32_t layer);
+
 /* Whether the kernels take the plan's sizes, else PDS_ERR_PLAN_FORMAT. */
 pds_status pds_gpu_check_plan(const pds_plan *plan);
 

@@ -96,9 +96,24 @@ static pds_status fetch_routes(pds_gpu_step *step) {
   PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_XACT, act * rows * hidden_bytes(plan)));
   if (step->host->predicts || step->host->learn)
     PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_XN, 4 * rows * hidden_bytes(plan)));
+  return PDS_OK;
+}
+
+/* What `routed` stands behind is launched. */
+static pds_status mark_routed(pds_gpu_step *step) {
   PDS_CUDA_CALL(step->gpu, "the gate", cuEventRecord, step->session->routed, step->gpu->compute);
   step->wants_routes = true;
   return PDS_OK;
+}
+
+static pds_status gate(pds_gpu_step *step) {
+  if (step->graph != PDS_GRAPH_REPLAYED) {
+    PDS_RETURN_IF_ERROR(launch(step, PDS_KERNEL_GATE, step->layer, 0, NULL, 0));
+    PDS_RETURN_IF_ERROR(fetch_routes(step));
+    PDS_RETURN_IF_ERROR(pds_gpu_graph_end(step));
+  }
+  step->graph = PDS_GRAPH_NONE;
+  return mark_routed(step);
 }
 
 static pds_status wait_for_routes(pds_gpu_step *step) {
@@ -213,6 +228,7 @@ pds_status pds_gpu_end(pds_gpu_step *step, pds_status status) {
   pds_gpu *gpu = step->gpu;
   char why[PDS_ERROR_BYTES];
   pds_pool_watch(step->host->pool, NULL, NULL);
+  pds_gpu_graph_abandon(step);
   if (status != PDS_OK) memcpy(why, pds_last_error(), sizeof why);
   settle(gpu, status != PDS_OK);
   const pds_status end = gpu->stopped ? gpu->failed : pds_gpu_drain(gpu);
@@ -279,12 +295,16 @@ static pds_status on_gpu(pds_gpu_step *step, const pds_program *program, const p
                          uint32_t *out_experts) {
   const uint32_t layer = step->layer;
   switch (in->opcode) {
-  case PDS_OP_NORM: return launch(step, PDS_KERNEL_NORM, layer, in->arg, NULL, 0);
-  case PDS_OP_ATTENTION: return launch(step, PDS_KERNEL_ATTENTION, layer, 0, NULL, 0);
+  case PDS_OP_NORM:
+    if (in->arg == PDS_NORM_ATTN && program->kind == PDS_KIND_MOE)
+      PDS_RETURN_IF_ERROR(pds_gpu_graph_begin(step));
+    if (step->graph == PDS_GRAPH_REPLAYED) return PDS_OK;
+    return launch(step, PDS_KERNEL_NORM, layer, in->arg, NULL, 0);
+  case PDS_OP_ATTENTION:
+    if (step->graph == PDS_GRAPH_REPLAYED) return PDS_OK;
+    return launch(step, PDS_KERNEL_ATTENTION, layer, 0, NULL, 0);
   case PDS_OP_MLP: return launch(step, PDS_KERNEL_MLP, layer, 0, NULL, 0);
-  case PDS_OP_GATE:
-    PDS_RETURN_IF_ERROR(launch(step, PDS_KERNEL_GATE, layer, 0, NULL, 0));
-    return fetch_routes(step);
+  case PDS_OP_GATE: return gate(step);
   case PDS_OP_SHARED_EXPERT: return launch(step, PDS_KERNEL_SHARED, layer, 0, NULL, 0);
   case PDS_OP_EXPERT:
     return in->hole == PDS_HOLE_R ? ready_experts(step, out_experts)
