@@ -74,6 +74,21 @@ enum {
   CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91,
   CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 };
+enum { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2 };
+typedef struct CUDA_MEMCPY2D {
+  size_t srcXInBytes, srcY;
+  unsigned srcMemoryType;
+  const void *srcHost;
+  CUdeviceptr srcDevice;
+  void *srcArray;
+  size_t srcPitch;
+  size_t dstXInBytes, dstY;
+  unsigned dstMemoryType;
+  void *dstHost;
+  CUdeviceptr dstDevice;
+  void *dstArray;
+  size_t dstPitch, WidthInBytes, Height;
+} CUDA_MEMCPY2D;
 enum { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
 enum { CU_EVENT_DEFAULT = 0, CU_EVENT_BLOCKING_SYNC = 1, CU_EVENT_DISABLE_TIMING = 2 };
 enum { CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
@@ -120,6 +135,7 @@ enum {
     (void *to, CUdeviceptr from, size_t bytes, CUstream stream))                                   \
   X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2,                                                       \
     (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream))                             \
+  X(cuMemcpy2DAsync, cuMemcpy2DAsync_v2, (const CUDA_MEMCPY2D *copy, CUstream stream))             \
   X(cuMemsetD8Async, cuMemsetD8Async,                                                              \
     (CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream))                          \
   X(cuStreamCreateWithPriority, cuStreamCreateWithPriority,                                        \

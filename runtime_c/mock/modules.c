@@ -88,7 +88,8 @@ CUresult cuModuleGetFunction(CUfunction *out_function, CUmodule handle, const ch
     unused;                                                                                        \
     CUresult result = mock_enter(#name);                                                           \
     if (result == CUDA_SUCCESS)                                                                    \
-      result = mock_error(CUDA_ERROR_NOT_SUPPORTED, "the mock has no graphs");                     \
+      result = mock_error(CUDA_ERROR_NOT_SUPPORTED,                                                \
+                          "the mock has no graphs, nor copies of pitched rows");                   \
     return mock_leave(result);                                                                     \
   }
 NOT_HERE(cuStreamBeginCapture_v2, (void)stream; (void)mode, CUstream stream, int mode)
@@ -97,6 +98,7 @@ NOT_HERE(cuGraphInstantiateWithFlags, (void)out; (void)graph;
          (void)flags, CUgraphExec *out, CUgraph graph, unsigned long long flags)
 NOT_HERE(cuGraphLaunch, (void)exec; (void)stream, CUgraphExec exec, CUstream stream)
 NOT_HERE(cuGraphExecDestroy, (void)exec, CUgraphExec exec)
+NOT_HERE(cuMemcpy2DAsync_v2, (void)copy; (void)stream, const CUDA_MEMCPY2D *copy, CUstream stream)
 NOT_HERE(cuGraphDestroy, (void)graph, CUgraph graph)
 
 /* --- launch --- */

@@ -237,7 +237,7 @@ static pds_status open_device(pds_gpu *gpu, const pds_gpu_options *options) {
   PDS_CUDA_CALL(gpu, "naming the GPU", cuDeviceGetName, gpu->name, sizeof gpu->name, gpu->device);
   PDS_RETURN_IF_ERROR(ask_device(gpu));
   gpu->is_virtual = gpu->cuda.pds_mock_now && gpu->cuda.pds_mock_counter("virtual") == 1;
-  gpu->graphs = !gpu->cuda.pds_mock_now;
+  gpu->real = !gpu->cuda.pds_mock_now;
   gpu->link.depth = gpu->is_virtual ? PDS_LINK_IN_FLIGHT : PDS_LINK_DEPTH;
   size_t total = 0;
   PDS_CUDA_CALL(gpu, "asking for the GPU's memory", cuDeviceTotalMem, &total, gpu->device);

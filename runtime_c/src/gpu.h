@@ -141,7 +141,7 @@ struct pds_gpu {
   CUfunction kernels[PDS_KERNELS]; /* twins */
   CUfunction cu[PDS_CU_COUNT];     /* a GPU's */
   pds_cu_device cu_device;
-  bool graphs; /* static graphs in steps of few rows */
+  bool real; /* no mock: it has graphs, and copies of pitched rows */
   CUstream compute, copies;
   bool is_virtual;    /* the driver's clock is not this machine's */
   uint64_t cap, used; /* bytes of device memory: most, and taken */

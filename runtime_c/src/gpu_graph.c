@@ -21,7 +21,7 @@ void pds_gpu_drop_graphs(pds_gpu *gpu, pds_gpu_session *session) {
 pds_status pds_gpu_graph_begin(pds_gpu_step *step) {
   pds_gpu *gpu = step->gpu;
   step->graph = PDS_GRAPH_NONE;
-  if (!gpu->graphs || step->tapped || step->host->rows > GRAPH_ROWS) return PDS_OK;
+  if (!gpu->real || step->tapped || step->host->rows > GRAPH_ROWS) return PDS_OK;
   const uint64_t key = pds_gpu_shape_key(step, step->layer);
   pds_graph *graph = graph_of(step);
   if (graph->exec && graph->key == key) {

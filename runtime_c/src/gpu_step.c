@@ -86,6 +86,25 @@ static uint64_t hidden_bytes(const pds_plan *plan) {
   return ((uint64_t)plan->hidden + 31) / 32 * 32;
 }
 
+/* The normed rows that are to predict, in their places, or all of them. */
+static pds_status fetch_normed(pds_gpu_step *step) {
+  pds_gpu *gpu = step->gpu;
+  const uint64_t row = 4 * hidden_bytes(gpu->plan);
+  const uint32_t each = step->host->predict_step;
+  if (each == 1 || step->host->learn || !gpu->real)
+    return to_host(step, PDS_BUF_XN, row * step->host->rows);
+  const CUDA_MEMCPY2D copy = {.srcMemoryType = CU_MEMORYTYPE_DEVICE,
+                              .srcDevice = device_buf(step, PDS_BUF_XN),
+                              .srcPitch = row * each,
+                              .dstMemoryType = CU_MEMORYTYPE_HOST,
+                              .dstHost = pds_buf(step->host, PDS_BUF_XN),
+                              .dstPitch = row * each,
+                              .WidthInBytes = row,
+                              .Height = pds_predicting(step->host)};
+  PDS_CUDA_CALL(gpu, "copying to the host", cuMemcpy2DAsync, &copy, gpu->compute);
+  return PDS_OK;
+}
+
 /* What recompile, predict and the CPU's experts read. */
 static pds_status fetch_routes(pds_gpu_step *step) {
   const pds_plan *plan = step->gpu->plan;
@@ -94,8 +113,7 @@ static pds_status fetch_routes(pds_gpu_step *step) {
   PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_ROUTE_ID, 4 * rows * top_k));
   PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_ROUTE_W, 4 * rows * top_k));
   PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_XACT, act * rows * hidden_bytes(plan)));
-  if (step->host->predicts || step->host->learn)
-    PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_XN, 4 * rows * hidden_bytes(plan)));
+  if (step->host->predicts || step->host->learn) PDS_RETURN_IF_ERROR(fetch_normed(step));
   return PDS_OK;
 }
 
