@@ -209,12 +209,15 @@ typedef struct pds_twin_work {
   uint64_t extra;         /* further work, in a unit that the kernel's costs know */
 } pds_twin_work;
 
-/* A module for the mock: kernels that are C functions of this process, with a pointer to the
- * parameter struct as their argument. */
+/* A module for the mock: kernels that are C functions of this process. Of one of two kinds, the other
+ * is NULL: `fn` does a launch's work whatever its grid; `run` works for each block and thread, and
+ * returns 0 or -1, with a text from `error`, which speaks of the calling thread's last failure. */
 #define PDS_TWIN_MAGIC "PDSTWIN"
 typedef struct pds_twin_entry {
   const char *name;
   void (*fn)(void *params);
+  int (*run)(const void *params, const unsigned grid[3], unsigned threads, unsigned shared_bytes);
+  const char *(*error)(void);
 } pds_twin_entry;
 typedef struct pds_twin_module {
   char magic[8]; /* PDS_TWIN_MAGIC and its zero */

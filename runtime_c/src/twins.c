@@ -45,15 +45,15 @@ static const struct {
   pds_twin_entry entries[PDS_KERNELS];
 } image = {PDS_TWIN_MAGIC,
            PDS_KERNELS,
-           {{"rope", rope},
-            {"norm", norm},
-            {"attention", attention},
-            {"mlp", mlp},
-            {"gate", gate},
-            {"experts", experts},
-            {"shared", shared},
-            {"combine", combine},
-            {"lm_head", lm_head}}};
+           {{.name = "rope", .fn = rope},
+            {.name = "norm", .fn = norm},
+            {.name = "attention", .fn = attention},
+            {.name = "mlp", .fn = mlp},
+            {.name = "gate", .fn = gate},
+            {.name = "experts", .fn = experts},
+            {.name = "shared", .fn = shared},
+            {.name = "combine", .fn = combine},
+            {.name = "lm_head", .fn = lm_head}}};
 
 const void *pds_twin_image(void) {
   return &image;

@@ -61,7 +61,7 @@ static const struct {
   char magic[8];
   uint32_t n;
   pds_twin_entry entries[1];
-} module = {PDS_TWIN_MAGIC, 1, {{"mix", mix}}};
+} module = {PDS_TWIN_MAGIC, 1, {{.name = "mix", .fn = mix}}};
 
 enum { WORDS = 300, ROUNDS = 12 };
 

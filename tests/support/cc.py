@@ -29,7 +29,7 @@ def shared_object(sources: Sequence[tuple[Path, Sequence[str]]], flags: Sequence
     compiler = shlex.split(os.environ.get("CC", "cc"))
     includes = [f"-I{ROOT / d}" for d in INCLUDE_DIRS]
     key = hashlib.sha256(repr((compiler, FLAGS, tuple(flags))).encode())
-    for header in sorted(ROOT.rglob("*.h")):
+    for header in sorted((*ROOT.rglob("*.h"), *ROOT.rglob("*.cu"))):
         key.update(header.read_bytes())
     for source, extra in sources:
         key.update(repr((source.name, tuple(extra))).encode() + source.read_bytes())

@@ -47,8 +47,12 @@ static const struct {
   char magic[8];
   uint32_t n;
   pds_twin_entry entries[4];
-} module = {
-    PDS_TWIN_MAGIC, 4, {{"mix", mix}, {"append", append}, {"meet", meet}, {"tokens", tokens}}};
+} module = {PDS_TWIN_MAGIC,
+            4,
+            {{.name = "mix", .fn = mix},
+             {.name = "append", .fn = append},
+             {.name = "meet", .fn = meet},
+             {.name = "tokens", .fn = tokens}}};
 _Static_assert(offsetof(pds_twin_module, entries) == offsetof(__typeof__(module), entries),
                "a twin module");
 

@@ -1,0 +1,149 @@
+"""The GPU's kernels on the CPU: one launch at a time on numpy arrays (runtime_c/mock/simt.h).
+
+May import pdscope.runtime_c, support.cc and support.c_headers. Arrays are device memory, passed by
+address. A norm of 3 rows of 64, say, launched as the launcher would:
+
+    p = simt.params("pds_cu_norm", x=x, weight=weight, xn=xn, xact=xact, rows=3, n=64, stride=64,
+                    eps=1e-6, act_dtype=2)
+    simt.launch_as(simt.library().pds_cu_shape_norm(p), p)
+
+or with a grid of one's own: simt.launch("pds_cu_norm", p, (3, 1, 1), 256, shared=1024). A kernel
+that does what a GPU would not survive raises `Fault` with the emulator's text, which names the line.
+A struct of a device is simt.device(sms=132).
+"""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import cffi
+import numpy as np
+from support import cc
+from support.c_headers import declarations
+
+from pdscope.runtime_c import ROOT
+
+IMAGE = """
+typedef struct { const char *name; void (*fn)(void *);
+  int (*run)(const void *, const unsigned *, unsigned, unsigned); const char *(*error)(void); } entry;
+struct image { char magic[8]; uint32_t n; entry entries[1]; };
+extern struct image pds_simt_image;
+"""
+
+_alive: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+
+
+class Fault(RuntimeError):
+    """What the emulator says of a kernel that failed."""
+
+
+@cache
+def kernels() -> tuple[str, ...]:
+    """The names in list.h, in their order."""
+    text = (ROOT / "cuda" / "kernels" / "list.h").read_text(encoding="utf-8")
+    return tuple(re.findall(r"\bX\((\w+), \w+, \w+\)", text))
+
+
+@cache
+def ffi() -> Any:
+    """Declares params.h, launch.h, and the kernels' image."""
+    # What NVRTC alone sees: types that cffi knows.
+    params = declarations("cuda/kernels/params.h")
+    params = re.sub(r"^typedef (unsigned )?[a-z ]+ u?int\d+_t;\n", "", params, flags=re.M)
+    names = ", ".join(f"PDS_CU_{name}" for name in (*kernels(), "COUNT"))
+    listed = f"typedef enum pds_cu_kernel {{ {names} }} pds_cu_kernel;"
+    interface = cffi.FFI()
+    interface.cdef(params + listed + declarations("cuda/launch.h") + IMAGE)
+    return interface
+
+
+@cache
+def library() -> Any:
+    """The kernels and the pds_cu_shape_* functions of cuda/launch_*.c, as far as there are any."""
+    sources = [ROOT / "mock" / "simt.c", ROOT / "mock" / "simt_kernels.c"]
+    sources += sorted((ROOT / "cuda").glob("launch_*.c"))
+    return ffi().dlopen(str(cc.shared_object([(s, ()) for s in sources])))
+
+
+def pointer(array: np.ndarray) -> Any:
+    assert array.flags.c_contiguous
+    return ffi().cast("void *", array.ctypes.data)
+
+
+def params(struct: str, **fields: Any) -> Any:
+    """A new parameter struct, zero but for its size and `fields`; arrays are passed by address and
+    kept as long as the struct."""
+    p = ffi().new(f"{struct} *")
+    p.head.bytes = ffi().sizeof(struct)
+    _alive[p] = [value for value in fields.values() if isinstance(value, np.ndarray)]
+    for name, value in fields.items():
+        setattr(p, name, pointer(value) if isinstance(value, np.ndarray) else value)
+    return p
+
+
+def device(sms: int = 108, shared_most: int = 163 << 10, compute: int = 80) -> Any:
+    """A pds_cu_device; what the mock driver says of its own by default."""
+    return ffi().new("pds_cu_device *", (sms, shared_most, compute))
+
+
+def launch(name: str, p: Any, grid: Sequence[int], threads: int, shared: int = 0) -> None:
+    """Runs the kernel `name`, "pds_cu_..." as in list.h; Fault if it fails, KeyError if no .cu file
+    has it."""
+    image = library().pds_simt_image
+    entries = ffi().cast("entry *", image.entries)
+    found = {ffi().string(entries[i].name).decode(): entries[i] for i in range(image.n)}
+    entry = found[name]
+    if entry.run(p, ffi().new("unsigned[3]", list(grid)), threads, shared) != 0:
+        raise Fault(ffi().string(entry.error()).decode())
+
+
+def launch_as(shape: Any, p: Any) -> None:
+    """Runs what a pds_cu_shape_* function made of the parameter struct."""
+    name = f"pds_cu_{kernels()[int(shape.kernel)]}"
+    launch(name, p, list(shape.grid), shape.threads, shape.shared_bytes)
+
+
+# --- the probes of simt_probes.c, for the emulator's own tests ---
+
+
+@cache
+def _probes() -> tuple[Any, Any]:
+    interface = cffi.FFI()
+    interface.cdef("""
+    typedef struct probe { const uint32_t *in; uint32_t *out; uint32_t n; } probe;
+    int run_probe(const char *, const void *, const unsigned *, unsigned, unsigned);
+    const char *pds_simt_error(void);
+    """)
+    sources = [ROOT / "mock" / "simt.c", Path(__file__).with_name("simt_probes.c")]
+    return interface, interface.dlopen(str(cc.shared_object([(s, ()) for s in sources])))
+
+
+def probe(
+    name: str,
+    given: np.ndarray,
+    words: int,
+    *,
+    n: int = 0,
+    grid: Sequence[int] = (1, 1, 1),
+    threads: int = 32,
+    shared: int = 1024,
+) -> np.ndarray:
+    """What the probe makes of 32-bit words: uint32 [words], zero at first, 16-byte aligned as the
+    input is."""
+    interface, library = _probes()
+    space = np.zeros((given.size + words + 16), np.uint32)
+    first = -(space.ctypes.data // 4) % 4
+    source = space[first : first + given.size]
+    source[:] = np.ascontiguousarray(given).view(np.uint32).ravel()
+    at = first + -(-given.size // 4) * 4
+    out = space[at : at + words]
+    p = interface.new("probe *")
+    p.__setattr__("in", interface.cast("uint32_t *", source.ctypes.data))
+    p.out, p.n = interface.cast("uint32_t *", out.ctypes.data), n
+    shape = interface.new("unsigned[3]", list(grid))
+    if library.run_probe(name.encode(), p, shape, threads, shared) != 0:
+        raise Fault(interface.string(library.pds_simt_error()).decode())
+    return out.copy()
