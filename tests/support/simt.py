@@ -8,7 +8,7 @@ address. A norm of 3 rows of 64, say, launched as the launcher would:
     simt.launch_as(simt.library().pds_cu_shape_norm(p), p)
 
 or with a grid of one's own: simt.launch("pds_cu_norm", p, (3, 1, 1), 256, shared=1024). A kernel
-that does what a GPU would not survive raises `Fault` with the emulator's text, which names the line.
+that does what a GPU would not survive raises `Fault` with the emulator's text, which names a line.
 A struct of a device is simt.device(sms=132).
 """
 
@@ -28,7 +28,8 @@ from pdscope.runtime_c import ROOT
 
 IMAGE = """
 typedef struct { const char *name; void (*fn)(void *);
-  int (*run)(const void *, const unsigned *, unsigned, unsigned); const char *(*error)(void); } entry;
+  int (*run)(const void *, const unsigned *, unsigned, unsigned);
+  const char *(*error)(void); } entry;
 struct image { char magic[8]; uint32_t n; entry entries[1]; };
 extern struct image pds_simt_image;
 """
@@ -131,14 +132,14 @@ def probe(
     threads: int = 32,
     shared: int = 1024,
 ) -> np.ndarray:
-    """What the probe makes of 32-bit words: uint32 [words], zero at first, 16-byte aligned as the
-    input is."""
+    """What the probe makes of an array: uint32 [words], zero at first, both 16-byte aligned."""
     interface, library = _probes()
-    space = np.zeros((given.size + words + 16), np.uint32)
+    data = np.ascontiguousarray(given).ravel().view(np.uint32)
+    space = np.zeros(data.size + words + 16, np.uint32)
     first = -(space.ctypes.data // 4) % 4
-    source = space[first : first + given.size]
-    source[:] = np.ascontiguousarray(given).view(np.uint32).ravel()
-    at = first + -(-given.size // 4) * 4
+    source = space[first : first + data.size]
+    source[:] = data
+    at = first + -(-data.size // 4) * 4
     out = space[at : at + words]
     p = interface.new("probe *")
     p.__setattr__("in", interface.cast("uint32_t *", source.ctypes.data))
