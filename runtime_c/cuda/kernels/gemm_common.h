@@ -39,7 +39,8 @@ PDS_FN uint32_t gemm_panels(const pds_cu_gemm *p) {
 }
 /* Columns of x that may be read: the rest counts as zero, as the weights there do. */
 PDS_FN uint32_t gemm_x_end(const pds_cu_gemm *p) {
-  return gemm_min(gemm_ceil(p->k, 32), p->x_stride);
+  const uint32_t end = gemm_min(gemm_ceil(p->k, 32), p->x_stride);
+  return p->count > 1 && !p->n_holes ? gemm_min(end, (uint32_t)p->x_step) : end;
 }
 PDS_FN const uint8_t *gemm_scales(const pds_cu_gemm *p, const uint8_t *panel) {
   return panel + p->k_pad * (p->w_dtype == PDS_CU_I8 ? 16u : 8u);
