@@ -69,8 +69,8 @@ extern const kernel_image pds_simt_image;
 __attribute__((visibility("default"))) const kernel_image pds_simt_image = {PDS_TWIN_MAGIC,
                                                                             KERNELS_HERE,
                                                                             {
-#define ENTRY(name, params, most)                                                                  \
-  {.name = "pds_cu_" #name, .run = run_##name, .error = pds_simt_error},
+#define ENTRY(kernel, params, most)                                                                \
+  {.name = "pds_cu_" #kernel, .run = run_##kernel, .error = pds_simt_error},
                                                                                 KERNELS(ENTRY)
 #undef ENTRY
                                                                                     {.name = NULL},

@@ -15,8 +15,22 @@
 /* attention.cu */
 #define PDS_CU_ATTENTION_KERNELS(X)
 
-/* gemm.cu */
-#define PDS_CU_GEMM_KERNELS(X)
+/* gemm.cu: scalar ones, stream kernels, and tiles of 128, 64 and 32 rows */
+#define PDS_CU_GEMM_KERNELS(X)                                                                     \
+  X(gemm_scalar, pds_cu_gemm, 256)                                                                 \
+  X(gemm_few, pds_cu_gemm, 512)                                                                    \
+  X(gemm_stream_bf16, pds_cu_gemm, 256)                                                            \
+  X(gemm_stream_i8, pds_cu_gemm, 256)                                                              \
+  X(gemm_stream_i4, pds_cu_gemm, 256)                                                              \
+  X(gemm_bf16_128, pds_cu_gemm, 256)                                                               \
+  X(gemm_bf16_64, pds_cu_gemm, 256)                                                                \
+  X(gemm_bf16_32, pds_cu_gemm, 256)                                                                \
+  X(gemm_i8_128, pds_cu_gemm, 256)                                                                 \
+  X(gemm_i8_64, pds_cu_gemm, 256)                                                                  \
+  X(gemm_i8_32, pds_cu_gemm, 256)                                                                  \
+  X(gemm_i4_128, pds_cu_gemm, 256)                                                                 \
+  X(gemm_i4_64, pds_cu_gemm, 256)                                                                  \
+  X(gemm_i4_32, pds_cu_gemm, 256)
 
 #define PDS_CU_KERNELS(X)                                                                          \
   PDS_CU_ROW_KERNELS(X)                                                                            \

@@ -1,0 +1,119 @@
+/* launch_gemm.c: which of gemm.cu's kernels multiplies, and with what grid. */
+#include "kernels/gemm_shape.h"
+#include "launch.h"
+
+/* Rows of a block of the tile kernels, and about how long a block takes: weights cost the same for
+ * fewer rows. Each format's kernels are in this order in list.h. */
+enum { TILES = 3 };
+static const uint32_t tile_rows[TILES] = {128, 64, 32};
+static const uint32_t tile_time[TILES] = {8, 5, 4};
+
+static uint32_t parts_of(uint32_t n, uint32_t size) {
+  return (n + size - 1) / size;
+}
+
+static uint32_t matrices(const pds_cu_gemm *g) {
+  return g->n_holes ? g->n_holes : g->count;
+}
+
+static uint32_t rows_of(const pds_cu_gemm *g, uint32_t i) {
+  return g->n_holes ? g->holes[i].rows : g->rows;
+}
+
+static uint32_t most_rows(const pds_cu_gemm *g) {
+  uint32_t most = 1;
+  for (uint32_t i = 0; i < matrices(g); i++) most = rows_of(g, i) > most ? rows_of(g, i) : most;
+  return most;
+}
+
+static uint32_t panels_of(const pds_cu_gemm *g) {
+  return parts_of(g->cols, 16) * (g->swiglu ? 2 : 1);
+}
+
+/* Whether the tensor cores can: bf16 x in 16-byte pieces, times weights that bf16 can hold. */
+static int tensor(const pds_cu_gemm *g) {
+  return g->act_dtype == PDS_CU_BF16 && g->w_dtype != PDS_CU_F32 && g->x_stride % 8 == 0 &&
+         g->x_step % 8 == 0 && (uintptr_t)g->x % 16 == 0;
+}
+
+static pds_cu_launch scalar(const pds_cu_gemm *g, uint32_t most) {
+  if (most <= GEMM_FEW) {
+    return (pds_cu_launch){
+        .kernel = PDS_CU_gemm_few,
+        .grid = {parts_of(g->cols, 16), matrices(g), parts_of(most, GEMM_FEW_ROWS)},
+        .threads = GEMM_FEW_WARPS * 32,
+        .shared_bytes = GEMM_FEW_SHARED};
+  }
+  return (pds_cu_launch){.kernel = PDS_CU_gemm_scalar,
+                         .grid = {parts_of(most, GEMM_SCALAR_ROWS),
+                                  parts_of(panels_of(g), GEMM_SCALAR_PANELS), matrices(g)},
+                         .threads = GEMM_SCALAR_THREADS,
+                         .shared_bytes = GEMM_SCALAR_SHARED};
+}
+
+static pds_cu_launch stream(const pds_cu_gemm *g) {
+  return (pds_cu_launch){.kernel = g->w_dtype == PDS_CU_BF16 ? PDS_CU_gemm_stream_bf16
+                                   : g->w_dtype == PDS_CU_I8 ? PDS_CU_gemm_stream_i8
+                                                             : PDS_CU_gemm_stream_i4,
+                         .grid = {parts_of(panels_of(g), 2), matrices(g), 1},
+                         .threads = GEMM_STREAM_WARPS * 32,
+                         .shared_bytes = GEMM_STREAM_SHARED};
+}
+
+static uint32_t tiles_of(const pds_cu_gemm *g, uint32_t i, uint32_t rows) {
+  return parts_of(rows_of(g, i), rows) * parts_of(panels_of(g), GEMM_TILE_PANELS);
+}
+
+/* The tile that is done first. */
+static uint32_t best_tile(const pds_cu_device *device, const pds_cu_gemm *g) {
+  uint32_t best = 0;
+  uint64_t least = UINT64_MAX;
+  for (uint32_t t = 0; t < TILES; t++) {
+    uint64_t tiles = 0;
+    for (uint32_t i = 0; i < matrices(g); i++) tiles += tiles_of(g, i, tile_rows[t]);
+    const uint64_t time = (tiles + device->sms - 1) / device->sms * tile_time[t];
+    if (time < least) {
+      least = time;
+      best = t;
+    }
+  }
+  return best;
+}
+
+/* Stages under way, of `bytes` each: as many as fit, but rather three of two blocks that share a
+ * multiprocessor than four of one. */
+static uint32_t stages_of(const pds_cu_device *device, uint32_t bytes, uint32_t tile) {
+  const uint32_t all = device->shared_most / bytes;
+  const uint32_t half = (device->shared_most / 2 - 512) / bytes; /* 1 KiB of each block is CUDA's */
+  const uint32_t n = tile > 0 && half >= 3 ? half : all;
+  return n > GEMM_TILE_STAGES ? GEMM_TILE_STAGES : n < 2 ? 2 : n;
+}
+
+static pds_cu_launch tiled(const pds_cu_device *device, pds_cu_gemm *g) {
+  const uint32_t tile = best_tile(device, g), rows = tile_rows[tile];
+  const uint32_t bits = g->w_dtype == PDS_CU_BF16 ? 16 : g->w_dtype == PDS_CU_I8 ? 8 : 4;
+  const pds_cu_kernel first = bits == 16  ? PDS_CU_gemm_bf16_128
+                              : bits == 8 ? PDS_CU_gemm_i8_128
+                                          : PDS_CU_gemm_i4_128;
+  const uint32_t bytes = GEMM_TILE_STAGE(rows, bits), stages = stages_of(device, bytes, tile);
+  g->free |= stages;
+  uint32_t tiles = 0;
+  for (uint32_t i = 0; i < g->n_holes; i++) {
+    g->holes[i].tile = tiles;
+    tiles += tiles_of(g, i, rows);
+  }
+  if (!g->n_holes) tiles = tiles_of(g, 0, rows);
+  return (pds_cu_launch){.kernel = (pds_cu_kernel)(first + tile),
+                         .grid = {tiles, g->n_holes ? 1 : g->count, 1},
+                         .threads = GEMM_TILE_THREADS,
+                         .shared_bytes = stages * bytes};
+}
+
+pds_cu_launch pds_cu_shape_gemm(const pds_cu_device *device, pds_cu_gemm *g) {
+  const uint32_t most = most_rows(g);
+  const int aligned = g->y_stride % 4 == 0 && g->y_step % 4 == 0 && (uintptr_t)g->y % 16 == 0;
+  g->free = aligned ? GEMM_Y_ALIGNED : 0;
+  for (uint32_t i = 0; i < g->n_holes; i++) g->holes[i].tile = 0;
+  if (!tensor(g)) return scalar(g, most);
+  return most <= GEMM_FEW ? stream(g) : tiled(device, g);
+}
