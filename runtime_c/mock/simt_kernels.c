@@ -28,8 +28,8 @@
   GEMM(X)
 
 /* What a GPU checks at the launch, or what would be read wrongly there. */
-static inline int check(const char *name, const void *params, size_t bytes, unsigned most,
-                        unsigned threads) {
+PDS_FN int check(const char *name, const void *params, size_t bytes, unsigned most,
+                 unsigned threads) {
   if (((const pds_cu_head *)params)->bytes != bytes)
     return pds_simt_refuse("%s: the parameter struct says it has %u bytes, the kernel's has %zu",
                            name, ((const pds_cu_head *)params)->bytes, bytes);

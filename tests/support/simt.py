@@ -82,7 +82,7 @@ def params(struct: str, **fields: Any) -> Any:
     kept as long as the struct."""
     p = ffi().new(f"{struct} *")
     p.head.bytes = ffi().sizeof(struct)
-    _alive[p] = [value for value in fields.values() if isinstance(value, np.ndarray)]
+    _alive[p] = [v for v in fields.values() if isinstance(v, np.ndarray)]
     for name, value in fields.items():
         setattr(p, name, pointer(value) if isinstance(value, np.ndarray) else value)
     return p
