@@ -15,6 +15,7 @@
 typedef int CUresult;
 typedef int CUdevice;
 typedef int CUdevice_attribute;
+typedef int CUfunction_attribute;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
@@ -154,7 +155,8 @@ enum {
   X(cuModuleUnload, cuModuleUnload, (CUmodule module))                                             \
   X(cuModuleGetFunction, cuModuleGetFunction,                                                      \
     (CUfunction * out_function, CUmodule module, const char *name))                                \
-  X(cuFuncSetAttribute, cuFuncSetAttribute, (CUfunction function, int attribute, int value))       \
+  X(cuFuncSetAttribute, cuFuncSetAttribute,                                                        \
+    (CUfunction function, CUfunction_attribute attribute, int value))                              \
   X(cuStreamBeginCapture, cuStreamBeginCapture_v2, (CUstream stream, int mode))                    \
   X(cuStreamEndCapture, cuStreamEndCapture, (CUstream stream, CUgraph * out_graph))                \
   X(cuGraphInstantiate, cuGraphInstantiateWithFlags,                                               \
@@ -224,6 +226,10 @@ typedef struct pds_twin_module {
   uint32_t n;
   pds_twin_entry entries[];
 } pds_twin_module;
+/* The mock also takes this text with a path and a newline behind it: a shared library whose symbol
+ * PDS_TWIN_SYMBOL is such a module. */
+#define PDS_TWIN_LIBRARY "PDSTWIN-LIBRARY "
+#define PDS_TWIN_SYMBOL "pds_simt_image"
 
 /* The oldest driver that does: CUDA 12.0, which Linux driver 525 brought. */
 #define PDS_CUDA_MIN_VERSION 12000
