@@ -387,24 +387,23 @@ static float half_of(uint32_t pair, int high) {
   return pds_float(high ? pair & 0xffff0000u : pair << 16);
 }
 
-/* Fragments as the PTX ISA has them for mma.m16n8k16. */
+/* Fragments as the PTX ISA has them for mma.m16n8k16. Each sum is in the order of k. */
 static void multiply(thread *lanes) {
-  float a[16][16], b[8][16]; /* b: transposed */
+  float a[16][16], b[16][8], d[16][8];
   for (int i = 0; i < WARP; i++) {
+    const thread *t = &lanes[i];
     const int group = i / 4, pair = i % 4 * 2;
     for (int h = 0; h < 2; h++) {
-      for (int r = 0; r < 4; r++)
-        a[group + r % 2 * 8][pair + r / 2 * 8 + h] = half_of(lanes[i].a[r], h);
-      for (int r = 0; r < 2; r++) b[group][pair + r * 8 + h] = half_of(lanes[i].b[r], h);
+      for (int r = 0; r < 4; r++) a[group + r % 2 * 8][pair + r / 2 * 8 + h] = half_of(t->a[r], h);
+      for (int r = 0; r < 2; r++) b[pair + r * 8 + h][group] = half_of(t->b[r], h);
+      for (int r = 0; r < 2; r++) d[group + r * 8][pair + h] = t->d[r * 2 + h];
     }
   }
+  for (int row = 0; row < 16; row++)
+    for (int k = 0; k < 16; k++)
+      for (int col = 0; col < 8; col++) d[row][col] += a[row][k] * b[k][col];
   for (int i = 0; i < WARP; i++)
-    for (int r = 0; r < 4; r++) {
-      const int row = i / 4 + r / 2 * 8, col = i % 4 * 2 + r % 2;
-      float sum = lanes[i].d[r];
-      for (int k = 0; k < 16; k++) sum += a[row][k] * b[col][k];
-      lanes[i].d[r] = sum;
-    }
+    for (int r = 0; r < 4; r++) lanes[i].d[r] = d[i / 4 + r / 2 * 8][i % 4 * 2 + r % 2];
 }
 
 /* Fragments as the PTX ISA has them for ldmatrix.x4. */

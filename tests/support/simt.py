@@ -8,7 +8,7 @@ address. A norm of 3 rows of 64, say, launched as the launcher would:
     simt.launch_as(simt.library().pds_cu_shape_norm(p), p)
 
 or with a grid of one's own: simt.launch("pds_cu_norm", p, (3, 1, 1), 256, shared=1024). A kernel
-that does what a GPU would not survive raises `Fault` with the emulator's text, which names the line.
+that does what a GPU would not survive raises `Fault` with the emulator's text, which names a line.
 A struct of a device is simt.device(sms=132).
 """
 
@@ -28,7 +28,8 @@ from pdscope.runtime_c import ROOT
 
 IMAGE = """
 typedef struct { const char *name; void (*fn)(void *);
-  int (*run)(const void *, const unsigned *, unsigned, unsigned); const char *(*error)(void); } entry;
+  int (*run)(const void *, const unsigned *, unsigned, unsigned);
+  const char *(*error)(void); } entry;
 struct image { char magic[8]; uint32_t n; entry entries[1]; };
 extern struct image pds_simt_image;
 """
@@ -55,8 +56,11 @@ def ffi() -> Any:
     params = re.sub(r"^typedef (unsigned )?[a-z ]+ u?int\d+_t;\n", "", params, flags=re.M)
     names = ", ".join(f"PDS_CU_{name}" for name in (*kernels(), "COUNT"))
     listed = f"typedef enum pds_cu_kernel {{ {names} }} pds_cu_kernel;"
+    probe = (
+        "typedef struct { pds_cu_head head; const uint32_t *in; uint32_t *out; uint32_t n; } probe;"
+    )
     interface = cffi.FFI()
-    interface.cdef(params + listed + declarations("cuda/launch.h") + IMAGE)
+    interface.cdef(params + listed + declarations("cuda/launch.h") + IMAGE + probe)
     return interface
 
 
@@ -89,10 +93,12 @@ def device(sms: int = 108, shared_most: int = 163 << 10, compute: int = 80) -> A
     return ffi().new("pds_cu_device *", (sms, shared_most, compute))
 
 
-def launch(name: str, p: Any, grid: Sequence[int], threads: int, shared: int = 0) -> None:
+def launch(
+    name: str, p: Any, grid: Sequence[int], threads: int, shared: int = 0, *, of: Any = None
+) -> None:
     """Runs the kernel `name`, "pds_cu_..." as in list.h; Fault if it fails, KeyError if no .cu file
-    has it."""
-    image = library().pds_simt_image
+    has it. of: another library of kernels."""
+    image = (of or library()).pds_simt_image
     entries = ffi().cast("entry *", image.entries)
     found = {ffi().string(entries[i].name).decode(): entries[i] for i in range(image.n)}
     entry = found[name]
@@ -110,15 +116,10 @@ def launch_as(shape: Any, p: Any) -> None:
 
 
 @cache
-def _probes() -> tuple[Any, Any]:
-    interface = cffi.FFI()
-    interface.cdef("""
-    typedef struct probe { const uint32_t *in; uint32_t *out; uint32_t n; } probe;
-    int run_probe(const char *, const void *, const unsigned *, unsigned, unsigned);
-    const char *pds_simt_error(void);
-    """)
+def probes() -> Path:
+    """The library of simt_probes.c."""
     sources = [ROOT / "mock" / "simt.c", Path(__file__).with_name("simt_probes.c")]
-    return interface, interface.dlopen(str(cc.shared_object([(s, ()) for s in sources])))
+    return cc.shared_object([(s, ()) for s in sources])
 
 
 def probe(
@@ -131,19 +132,14 @@ def probe(
     threads: int = 32,
     shared: int = 1024,
 ) -> np.ndarray:
-    """What the probe makes of 32-bit words: uint32 [words], zero at first, 16-byte aligned as the
-    input is."""
-    interface, library = _probes()
-    space = np.zeros((given.size + words + 16), np.uint32)
+    """What the probe makes of an array: uint32 [words], zero at first, both 16-byte aligned."""
+    data = np.ascontiguousarray(given).ravel().view(np.uint32)
+    space = np.zeros(data.size + words + 16, np.uint32)
     first = -(space.ctypes.data // 4) % 4
-    source = space[first : first + given.size]
-    source[:] = np.ascontiguousarray(given).view(np.uint32).ravel()
-    at = first + -(-given.size // 4) * 4
+    source = space[first : first + data.size]
+    source[:] = data
+    at = first + -(-data.size // 4) * 4
     out = space[at : at + words]
-    p = interface.new("probe *")
-    p.__setattr__("in", interface.cast("uint32_t *", source.ctypes.data))
-    p.out, p.n = interface.cast("uint32_t *", out.ctypes.data), n
-    shape = interface.new("unsigned[3]", list(grid))
-    if library.run_probe(name.encode(), p, shape, threads, shared) != 0:
-        raise Fault(interface.string(library.pds_simt_error()).decode())
+    p = params("probe", **{"in": source, "out": out, "n": n})
+    launch(name, p, grid, threads, shared, of=ffi().dlopen(str(probes())))
     return out.copy()
