@@ -13,7 +13,19 @@
   X(combine_rows, pds_cu_combine, 256)
 
 /* attention.cu */
-#define PDS_CU_ATTENTION_KERNELS(X)
+#define PDS_CU_ATTENTION_KERNELS(X)                                                                \
+  X(attention_q_a, pds_cu_attention, 256)                                                          \
+  X(attention_rows, pds_cu_attention, 256)                                                         \
+  X(attention_merge, pds_cu_attention, 128)                                                        \
+  X(attend_plain, pds_cu_attention, 128)                                                           \
+  X(attend_few_64, pds_cu_attention, 256)                                                          \
+  X(attend_few_128, pds_cu_attention, 256)                                                         \
+  X(attend_few_256, pds_cu_attention, 256)                                                         \
+  X(attend_many_64, pds_cu_attention, 256)                                                         \
+  X(attend_many_128, pds_cu_attention, 256)                                                        \
+  X(attend_many_256, pds_cu_attention, 256)                                                        \
+  X(attend_mla_16, pds_cu_attention, 256)                                                          \
+  X(attend_mla_64, pds_cu_attention, 256)
 
 /* gemm.cu */
 #define PDS_CU_GEMM_KERNELS(X)
