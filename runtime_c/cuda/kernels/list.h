@@ -1,5 +1,5 @@
 /* list.h: all kernels of a GPU. X(name, parameter struct, most threads of a block): the function is
- * pds_cu_<name>. */
+ * pds_cu_<name>, and never named as a struct: C++ has one space for both. */
 #ifndef PDS_CUDA_LIST_H
 #define PDS_CUDA_LIST_H
 
@@ -7,13 +7,25 @@
 
 /* rows.cu */
 #define PDS_CU_ROW_KERNELS(X)                                                                      \
-  X(rope, pds_cu_rope, 256)                                                                        \
-  X(norm, pds_cu_norm, 256)                                                                        \
-  X(route, pds_cu_route, 256)                                                                      \
-  X(combine, pds_cu_combine, 256)
+  X(rope_rows, pds_cu_rope, 256)                                                                   \
+  X(norm_rows, pds_cu_norm, 256)                                                                   \
+  X(route_rows, pds_cu_route, 256)                                                                 \
+  X(combine_rows, pds_cu_combine, 256)
 
 /* attention.cu */
-#define PDS_CU_ATTENTION_KERNELS(X)
+#define PDS_CU_ATTENTION_KERNELS(X)                                                                \
+  X(attention_q_a, pds_cu_attention, 256)                                                          \
+  X(attention_rows, pds_cu_attention, 256)                                                         \
+  X(attention_merge, pds_cu_attention, 128)                                                        \
+  X(attend_plain, pds_cu_attention, 128)                                                           \
+  X(attend_few_64, pds_cu_attention, 256)                                                          \
+  X(attend_few_128, pds_cu_attention, 256)                                                         \
+  X(attend_few_256, pds_cu_attention, 256)                                                         \
+  X(attend_many_64, pds_cu_attention, 256)                                                         \
+  X(attend_many_128, pds_cu_attention, 256)                                                        \
+  X(attend_many_256, pds_cu_attention, 256)                                                        \
+  X(attend_mla_16, pds_cu_attention, 256)                                                          \
+  X(attend_mla_64, pds_cu_attention, 256)
 
 /* gemm.cu: scalar ones, stream kernels, and tiles of 128, 64 and 32 rows */
 #define PDS_CU_GEMM_KERNELS(X)                                                                     \

@@ -1,0 +1,229 @@
+/* attend_mla.h: MLA, absorbed, on tensor cores. No include guard: included once for each NAME, with MT
+ * times 16 (row, head) pairs a block, and STAGES half blocks in shared memory.
+ *
+ * A block walks the cache by half blocks of 32 tokens. All its warps work on one together: scores, each
+ * warp a part of the key's dimensions for 16 pairs; softmax; and outputs, each warp a part of the value's
+ * dimensions, for which two key words of neighbouring tokens become two of neighbouring dimensions. Grid:
+ * tiles of pairs, parts of the context. */
+
+PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
+  enum {
+    WARPS = 8,
+    TILE = 16 * MT,
+    KEY_PARTS = WARPS / MT,       /* of the key's dimensions, a warp each */
+    ROW_THREADS = 256 / TILE,     /* of the softmax of one pair */
+    ROW_WORDS = 16 / ROW_THREADS, /* two tokens each, of such a thread */
+    OUT_TILES = MT > 1 ? 2 : 1,   /* of 16 pairs, of a warp's outputs */
+    OUT_GROUPS = MT / OUT_TILES,
+    OUT_PARTS = 512 * OUT_GROUPS / WARPS / 16 /* 16 dimensions each, of a warp's outputs */
+  };
+  const uint32_t tile = PDS_GRID_X - 1 - PDS_BLOCK_X, split = PDS_BLOCK_Y, g = PDS_LANE / 4,
+                 t = PDS_LANE % 4;
+  const uint32_t key_rows = p->q_stride / 2, unit = p->q_stride * 64,
+                 pitch = pds_up(p->q_stride, 64) * 2, key_words = (p->key_dims + 1) / 2;
+  const uint32_t last_row = pds_least((tile * TILE + TILE - 1) / p->heads, p->rows - 1);
+  const float scale = p->scale * PDS_LOG2_E;
+  /* Shared memory: half blocks, queries, scores [KEY_PARTS][TILE][32], weights [TILE][32] bf16,
+   * factors (in the end maxima and sums) [TILE]. */
+  uint8_t *ring = PDS_SHARED, *queries = ring + STAGES * unit;
+  float *scores = (float *)(queries + TILE * pitch);
+  uint32_t *weights = (uint32_t *)(scores + KEY_PARTS * TILE * 32);
+  float *factors = (float *)(weights + TILE * 16);
+
+  for (uint32_t i = PDS_TID; i < TILE * (pitch / 16); i += 256) {
+    const uint32_t pair = i / (pitch / 16), chunk = i % (pitch / 16), at = tile * TILE + pair,
+                   row = at / p->heads;
+    pds_u4 q = {0, 0, 0, 0};
+    if (row < p->rows) q = pds_query_at(p, row, at % p->heads, chunk * 8);
+    pds_store16(queries + pair * pitch + (chunk ^ pair % 2 * 4) * 16, q);
+  }
+  /* of the scores: this warp's pairs and part of the key */
+  const uint32_t score_row = PDS_WARP % MT * 16 + g, key_part = PDS_WARP / MT;
+  const uint8_t *query = queries + score_row * pitch;
+  const uint32_t key_at = pds_tile_at(g / 4, 4 * t, g % 4, key_rows);
+  /* of the softmax: this thread's pair and tokens */
+  const uint32_t soft_row = PDS_TID / ROW_THREADS, soft_word = PDS_TID % ROW_THREADS * ROW_WORDS;
+  const uint32_t soft_at = tile * TILE + soft_row;
+  /* of the outputs: this warp's pairs and dimensions */
+  const uint32_t out_row = PDS_WARP % OUT_GROUPS * OUT_TILES * 16 + g,
+                 out_dim = PDS_WARP / OUT_GROUPS * OUT_PARTS * 16;
+  const uint32_t latent_at[2] = {pds_tile_at(t / 2, g, t % 2 * 2, key_rows),
+                                 pds_tile_at(t / 2, 8 + g, t % 2 * 2, key_rows)};
+
+  for (uint32_t row = tile * TILE / p->heads, run; row <= last_row; row = run + 1) {
+    run = pds_run_end(p, row, last_row);
+    uint32_t begin, end;
+    if (!pds_keys_of(p, row, run, split, &begin, &end)) continue;
+    const int32_t seq = p->seq[row];
+    pds_query_row q;
+    q.row = soft_at / p->heads;
+    q.head = soft_at % p->heads;
+    q.valid = q.row >= row && q.row <= run;
+    const uint32_t position = q.valid ? (uint32_t)p->position[q.row] : 0;
+    q.seen = pds_first_key(p, position);
+    q.end = q.valid ? position + 1 : 0;
+    q.max = -PDS_INFINITY;
+    q.sum = 0;
+    float o[OUT_TILES][OUT_PARTS * 2][4];
+    PDS_UNROLL
+    for (uint32_t m = 0; m < OUT_TILES; m++) {
+      PDS_UNROLL
+      for (uint32_t j = 0; j < OUT_PARTS * 2; j++)
+        o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0;
+    }
+
+    const uint32_t first = begin / 32, count = (end - 1) / 32 + 1 - first;
+    pds_sync(); /* queries are there; the run before is done */
+    for (uint32_t n = 0; n < count + STAGES - 1; n++) {
+      const uint32_t used = n - (STAGES - 1);
+      const uint8_t *stage = ring + used % STAGES * unit;
+      const uint32_t tokens = end - (first + used) * 32;
+      if (n >= STAGES - 1) {
+        if (tokens < 32 && tokens % 4 != 0) { /* beside what is there, others' old keys */
+          const uint32_t chunk = tokens / 4 % 4, panel = tokens / 16;
+          for (uint32_t r = PDS_TID; r < key_rows; r += 256) {
+            uint32_t *word =
+                (uint32_t *)(ring + used % STAGES * unit + pds_tile_at(panel, r, chunk, key_rows));
+            for (uint32_t i = tokens % 4; i < 4; i++) word[i] = 0;
+          }
+          pds_sync();
+        }
+        float s[4][4];
+        PDS_UNROLL
+        for (uint32_t i = 0; i < 4; i++) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0;
+        for (uint32_t k = key_part; k < p->q_stride / 32; k += KEY_PARTS) {
+          uint32_t a[8];
+          const uint32_t chunk = ((4 * k + t) ^ g % 2 * 4) * 16;
+          pds_rows_as_a(a, pds_load16(query + chunk), pds_load16(query + 8 * pitch + chunk));
+          pds_mma_panel(s, a, stage + key_at + k * 1024, stage + (key_at ^ 64) + k * 1024);
+        }
+        PDS_UNROLL
+        for (uint32_t i = 0; i < 2; i++) {
+          float *to = scores + (key_part * TILE + score_row + 8 * i) * 32;
+          PDS_UNROLL
+          for (uint32_t c = 0; c < 2; c++) {
+            pds_f4 v;
+            PDS_UNROLL
+            for (uint32_t e = 0; e < 4; e++) v.x[e] = s[e][2 * i + c];
+            pds_store_f4(to + ((2 * t + c) ^ g % 2) * 4, v);
+          }
+        }
+        pds_sync(); /* scores are there, and all are done with the half block before */
+      }
+      if (n < count) {
+        const uint32_t left = end - (first + n) * 32, all = key_rows * 8, half = (first + n) % 2;
+        const uint8_t *keys = pds_kv_at(p, seq, (first + n) / 2, 0) + half * 2 * p->key_panel_bytes;
+        uint8_t *to = ring + n % STAGES * unit;
+        for (uint32_t i = PDS_TID; i < all; i += 256) {
+          const uint32_t panel = i >= key_rows * 4, r = i / 4 - panel * key_rows, chunk = i % 4;
+          pds_copy16(to + pds_tile_at(panel, r, chunk, key_rows),
+                     keys + panel * p->key_panel_bytes + r * 64 + chunk * 16,
+                     r < key_words && panel * 16 + chunk * 4 < left);
+        }
+      }
+      pds_copy_commit();
+      if (n < STAGES - 1) {
+        if (n + 2 == STAGES) { /* the first is there */
+          pds_copy_wait(STAGES - 2);
+          pds_sync();
+        }
+        continue;
+      }
+
+      float s[ROW_WORDS * 2], top = q.max;
+      PDS_UNROLL
+      for (uint32_t j = 0; j < ROW_WORDS; j++) {
+        const uint32_t word = soft_word + j,
+                       at = soft_row * 32 + (word / 2 ^ soft_row % 2) * 4 + word % 2 * 2;
+        float low = 0, high = 0;
+        PDS_UNROLL
+        for (uint32_t k = 0; k < KEY_PARTS; k++) {
+          low += scores[k * TILE * 32 + at];
+          high += scores[k * TILE * 32 + at + 1];
+        }
+        const uint32_t token = (first + used) * 32 + word * 2;
+        s[2 * j] = token >= q.seen && token < q.end ? low : -PDS_INFINITY;
+        s[2 * j + 1] = token + 1 >= q.seen && token + 1 < q.end ? high : -PDS_INFINITY;
+        top = fmaxf(top, fmaxf(s[2 * j], s[2 * j + 1]));
+      }
+      PDS_UNROLL
+      for (uint32_t m = 1; m < ROW_THREADS; m *= 2) top = fmaxf(top, pds_shfl_xor(top, m));
+      const float base = top == -PDS_INFINITY ? 0 : top, shift = base * scale,
+                  factor = pds_exp2((q.max - base) * scale);
+      q.sum *= factor;
+      q.max = top;
+      PDS_UNROLL
+      for (uint32_t j = 0; j < ROW_WORDS; j++) {
+        const float low = pds_exp2(fmaf(s[2 * j], scale, -shift)),
+                    high = pds_exp2(fmaf(s[2 * j + 1], scale, -shift));
+        q.sum += low + high;
+        weights[soft_row * 16 + soft_word + j] = pds_pack_bf16(low, high);
+      }
+      if (PDS_TID % ROW_THREADS == 0) factors[soft_row] = factor;
+      pds_copy_wait(STAGES - 2); /* the next half block */
+      pds_sync();
+
+      uint32_t a[OUT_TILES][8];
+      PDS_UNROLL
+      for (uint32_t m = 0; m < OUT_TILES; m++) {
+        const uint32_t r = out_row + 16 * m;
+        const float both[2] = {factors[r], factors[r + 8]};
+        pds_rescale(o[m], OUT_PARTS * 2, both);
+        pds_rows_as_a(a[m], pds_load16(weights + r * 16 + t * 4),
+                      pds_load16(weights + (r + 8) * 16 + t * 4));
+      }
+      PDS_UNROLL
+      for (uint32_t j = 0; j < OUT_PARTS; j++) {
+        /* Dimensions beyond the key's, which nobody stores, are those of its end. */
+        const uint32_t part = pds_least(out_dim / 32 + j / 2, key_rows / 16 - 1);
+        const uint32_t at = latent_at[j % 2];
+        const pds_u4 x = pds_load16(stage + at + part * 1024),
+                     y = pds_load16(stage + (at ^ 16) + part * 1024);
+        const uint32_t b[4][2] = {
+            {(x.x & 0xffffu) | x.y << 16, (x.z & 0xffffu) | x.w << 16},
+            {x.x >> 16 | (x.y & 0xffff0000u), x.z >> 16 | (x.w & 0xffff0000u)},
+            {(y.x & 0xffffu) | y.y << 16, (y.z & 0xffffu) | y.w << 16},
+            {y.x >> 16 | (y.y & 0xffff0000u), y.z >> 16 | (y.w & 0xffff0000u)}};
+        PDS_UNROLL
+        for (uint32_t m = 0; m < OUT_TILES; m++) {
+          pds_mma_bf16(o[m][2 * j], a[m], b[0]);
+          pds_mma_bf16(o[m][2 * j + 1], a[m], b[1]);
+          pds_mma_bf16(o[m][2 * j], a[m] + 4, b[2]);
+          pds_mma_bf16(o[m][2 * j + 1], a[m] + 4, b[3]);
+        }
+      }
+    }
+
+    PDS_UNROLL
+    for (uint32_t m = 1; m < ROW_THREADS; m *= 2) q.sum += pds_shfl_xor(q.sum, m);
+    pds_copy_wait(0);
+    pds_sync(); /* factors have been read */
+    if (PDS_TID % ROW_THREADS == 0) {
+      factors[soft_row] = p->splits > 1 ? 1 : 1 / q.sum;
+      if (p->splits > 1 && q.valid) {
+        float *part = pds_partial_at(p, q.row, q.head, split);
+        part[0] = q.max * p->scale;
+        part[1] = q.sum;
+      }
+      if (p->splits == 1 && q.valid) pds_store_padding(p, q.row, q.head);
+    }
+    pds_sync();
+    PDS_UNROLL
+    for (uint32_t m = 0; m < OUT_TILES * 2; m++) {
+      const uint32_t r = out_row + 8 * m, at = tile * TILE + r, to = at / p->heads;
+      if (to < row || to > run) continue;
+      const float factor = factors[r];
+      PDS_UNROLL
+      for (uint32_t j = 0; j < OUT_PARTS; j++) {
+        float v[4];
+        PDS_UNROLL
+        for (uint32_t e = 0; e < 4; e++) v[e] = o[m / 2][2 * j + e % 2][m % 2 * 2 + e / 2] * factor;
+        pds_store_some(p, to, at % p->heads, split, out_dim + 16 * j + 4 * t, 4, v);
+      }
+    }
+  }
+}
+
+#undef NAME
+#undef MT
+#undef STAGES
