@@ -32,7 +32,7 @@ from pdscope.ir.isa import Phase
 from pdscope.ir.program import Program
 from pdscope.ir.text import parse_programs
 from pdscope.ir.verify import verify, verify_sequence
-from pdscope.plan import Plan
+from pdscope.plan import Plan, kernel_arch
 from pdscope.plan_diff import flatten
 from pdscope.plan_hash import DUMMY_WEIGHTS
 from pdscope.predictor_figures import JSON as PREDICTORS
@@ -52,7 +52,7 @@ def check_plan(plan: Plan, progress: Callable[[int], None] | None = None) -> lis
     `progress` is told bytes read.
     """
     problems = plan.hash_problems(progress)
-    for check in (_schema, _programs, _fields, _target, _tokenizer):
+    for check in (_schema, _programs, _fields, _target, _kernels, _tokenizer):
         try:
             problems += check(plan)
         except PdscopeError as error:
@@ -216,6 +216,30 @@ def _target(plan: Plan) -> Iterator[str]:
     # A plan for any CPU requires nothing, and has every path.
     if features or target["isa"] != list(paths):
         yield from _compare(plan, "target.isa", allowed, "the required features")
+
+
+def _kernels(plan: Plan) -> Iterator[str]:
+    """Images of GPU kernels are what their names say, and belong to a plan with a GPU."""
+    for name in plan.kernels:
+        if plan.gpu is None:
+            raise PlanError(f"{name}: is of a GPU, but plan.json has none: {_EDITED}")
+        data, arch = plan.read_bytes(name), kernel_arch(name)
+        found = _ptx_arch(data) if name.endswith(".ptx") else _cubin_arch(data)
+        if found != arch:
+            yield f"{name}: is {found or 'no image of GPU kernels'}, not {arch}: {_EDITED}"
+
+
+def _cubin_arch(data: bytes) -> str:
+    """The architecture of a cubin, which is an ELF file of machine 190: in e_flags, from version 8
+    of its ABI on in the second byte, before in the first."""
+    if len(data) < 64 or data[:4] != b"\x7fELF" or data[18:20] != b"\xbe\0":
+        return ""
+    return f"sm_{data[49] if data[8] >= 8 else data[48]}"
+
+
+def _ptx_arch(data: bytes) -> str:
+    found = re.search(rb"^\.version \d+\.\d+\n\.target sm_(\d+)$", data, re.MULTILINE)
+    return f"compute_{found[1].decode()}" if found else ""
 
 
 def _tokenizer(plan: Plan) -> Iterator[str]:

@@ -80,6 +80,10 @@ MOCK_SOURCES: tuple[str, ...] = (
 )
 
 
+#: Folder of the GPU kernels, relative to ROOT: each .cu of it, and headers.
+GPU_KERNEL_DIR = "cuda/kernels"
+
+
 @dataclass(frozen=True)
 class IsaPath:
     """One kernel path.
@@ -122,6 +126,13 @@ ISA_PATHS: Mapping[str, IsaPath] = MappingProxyType(
 def headers() -> tuple[str, ...]:
     """Every header, relative to ROOT, sorted: all of them are part of the object cache's keys."""
     return tuple(sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.h")))
+
+
+def gpu_kernel_files() -> dict[str, str]:
+    """Sources (*.cu) and headers of the GPU kernels: text by name, as they include each other."""
+    folder = ROOT / GPU_KERNEL_DIR
+    files = sorted((*folder.glob("*.cu"), *folder.glob("*.h")))
+    return {path.name: path.read_text(encoding="utf-8") for path in files}
 
 
 def sources(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
