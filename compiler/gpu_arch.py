@@ -34,10 +34,10 @@ class GpuArch:
             return cls(none=text == "none")
         names = tuple(dict.fromkeys(text.split(",")))
         for name in names:
-            number = re.fullmatch(r"sm_([1-9]\d{1,2})", name)
+            number = re.fullmatch(r"sm_([1-9][0-9]{1,2})", name)
             if number is None:
                 raise InputError(
-                    f"gpu_arch: '{name}': expected auto, none, or architectures such as "
+                    f"gpu_arch: {name!r}: expected auto, none, or architectures such as "
                     "sm_90 or sm_80,sm_90"
                 )
             if int(number[1]) < OLDEST:

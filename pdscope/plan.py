@@ -22,7 +22,7 @@ from pdscope.schema import FORMAT_VERSION, check_full, check_light
 
 PHASES = ("decode", "batch", "prefill")
 # Images of a GPU's kernels: a cubin for an architecture, or PTX.
-_KERNELS = re.compile(r"lib/kernels_(sm_(\d+)\.cubin|compute_(\d+)\.ptx)")
+_KERNELS = re.compile(r"lib/kernels_(sm_([0-9]+)\.cubin|compute_([0-9]+)\.ptx)")
 _MACHINES = {"amd64": "x86_64", "x86-64": "x86_64", "arm64": "aarch64"}
 
 
