@@ -8,6 +8,7 @@ architecture's baseline is confined to the kernel files, each with the flags of 
 -march.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -206,14 +207,8 @@ def build_library(
             f"possible: {', '.join(available_isa_paths(arch))}"
         )
     compiler = compiler or find_compiler(arch)
-    try:
-        with tempfile.TemporaryDirectory(prefix="pdscope-build-") as name:
-            return _build(plan_c, out, paths, progress, compiler, Path(name), start)
-    except OSError as error:
-        full = f"{error.strerror}; free some space, or set PDSCOPE_CACHE and TMPDIR to other disks"
-        if reason := disk_fault(error, full):
-            raise DiskError(f"{error.filename or out}: cannot be written: {reason}") from error
-        raise
+    with _disk_faults(out), tempfile.TemporaryDirectory(prefix="pdscope-build-") as name:
+        return _build(plan_c, out, paths, progress, compiler, Path(name), start)
 
 
 def _build(
@@ -283,29 +278,58 @@ def _mock_library(library: str, symbol: str, units: Sequence[_Unit]) -> Path:
         digest.update(f"\1{unit.source}\0{len(unit.content)}\0".encode() + unit.content)
     folder = config.cache_dir() / "mock-driver" / digest.hexdigest()[:16]
     path = folder / library
-    if _is_whole(path):
-        return path
-    try:
+
+    def link() -> bytes:
         objects, _ = _objects(units, compiler, None)
         with tempfile.TemporaryDirectory(prefix="pdscope-build-") as name:
-            data = _link(objects, compiler, Path(name), library, symbol, flags)
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_aside(path, data)
-        _write_aside(path.with_suffix(".json"), json.dumps(_seal(data)).encode())
-    except OSError as error:
-        full = f"{error.strerror}; free some space, or set PDSCOPE_CACHE and TMPDIR to other disks"
-        if reason := disk_fault(error, full):
-            raise DiskError(f"{error.filename or path}: cannot be written: {reason}") from error
-        raise
+            return _link(objects, compiler, Path(name), library, symbol, flags)
+
+    with _disk_faults(path):
+        _cached(path, link)
     return path
 
 
-def _objects(
-    units: Sequence[_Unit], compiler: Compiler, progress: Progress | None
-) -> tuple[list[Path], int]:
-    """The units' object files, in their order, and how many of them were in the cache already."""
-    headers = _digest_headers()
-    store = config.cache_dir() / "objects"
+def cached(kind: str, name: str, make: Callable[[], bytes]) -> bytes:
+    """The file `name` among those of a kind in the cache; what `make` gives, if it is not there or
+    damaged. For what depends on nothing but what the name is a hash of.
+
+    Raises:
+        TargetError: the cache cannot be written.
+        DiskError: the disk is full, or a file-size limit is reached.
+    """
+    path = config.cache_dir() / kind / name
+    with _disk_faults(path):
+        path = _store(kind) / name
+        _cached(path, make)
+        return path.read_bytes()
+
+
+def _cached(path: Path, make: Callable[[], bytes]) -> bool:
+    """Has a file of the cache made, unless it is there; whether it was."""
+    if _is_whole(path):
+        return True
+    data = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_aside(path, data)
+    _write_aside(path.with_suffix(".json"), json.dumps(_seal(data)).encode())
+    return False
+
+
+@contextlib.contextmanager
+def _disk_faults(out: Path) -> Iterator[None]:
+    """DiskError, with the remedy, where the cache or `out` cannot grow."""
+    try:
+        yield
+    except OSError as error:
+        full = f"{error.strerror}; free some space, or set PDSCOPE_CACHE and TMPDIR to other disks"
+        if reason := disk_fault(error, full):
+            raise DiskError(f"{error.filename or out}: cannot be written: {reason}") from error
+        raise
+
+
+def _store(kind: str) -> Path:
+    """The folder of the cache that holds files of a kind, which can be written."""
+    store = config.cache_dir() / kind
     try:
         store.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=store).close()
@@ -316,6 +340,15 @@ def _objects(
             f"{store}: cannot be written ({error.strerror}); set PDSCOPE_CACHE to a directory that "
             "can"
         ) from error
+    return store
+
+
+def _objects(
+    units: Sequence[_Unit], compiler: Compiler, progress: Progress | None
+) -> tuple[list[Path], int]:
+    """The units' object files, in their order, and how many of them were in the cache already."""
+    headers = _digest_headers()
+    store = _store("objects")
     objects: list[Path] = []
     cached = 0
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -350,19 +383,19 @@ def _object(unit: _Unit, compiler: Compiler, headers: bytes, store: Path) -> tup
     digest.update("\0".join((unit.source, *flags)).encode() + b"\1" + headers)
     digest.update(unit.content)
     path = store / f"{digest.hexdigest()}.o"
-    if _is_whole(path):
-        return path, True
     root = runtime_c.ROOT
     includes = [f"-I{root / directory}" for directory in runtime_c.INCLUDE_DIRS]
     maps = [f"-ffile-prefix-map={root}=runtime_c", f"-ffile-prefix-map={unit.directory}=."]
-    with tempfile.TemporaryDirectory(prefix="pdscope-object-") as name:
-        made = Path(name) / "out.o"
-        command = [*compiler.command, *flags, *includes, *maps, "-c", unit.source, "-o", str(made)]
-        _run(command, unit.directory, f"compiling {unit.source}")
-        data = _made(made, command, unit.source)
-        _write_aside(path, data)
-        _write_aside(path.with_suffix(".json"), json.dumps(_seal(data)).encode())
-    return path, False
+
+    def compile_() -> bytes:
+        with tempfile.TemporaryDirectory(prefix="pdscope-object-") as name:
+            made = Path(name) / "out.o"
+            options = [*compiler.command, *flags, *includes, *maps]
+            command = [*options, "-c", unit.source, "-o", str(made)]
+            _run(command, unit.directory, f"compiling {unit.source}")
+            return _made(made, command, unit.source)
+
+    return path, _cached(path, compile_)
 
 
 def _seal(data: bytes) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pdscope
+from pdscope.compiler import gpu_arch
 from pdscope.compiler import target as targets
 from pdscope.compiler.costs import JSON as COSTS
 from pdscope.compiler.costs import CostTable, model_key
@@ -27,6 +28,7 @@ from pdscope.compiler.passes.collect_traces import (
     no_traces,
 )
 from pdscope.compiler.passes.emit_source import EmitSource
+from pdscope.compiler.passes.gpu_kernels import GpuKernels
 from pdscope.compiler.passes.hot_experts import PlaceExperts, Routing, traced, uniform
 from pdscope.compiler.passes.lower import Lower
 from pdscope.compiler.passes.pack_weights import PackWeights, WeightReader
@@ -112,6 +114,7 @@ class Pipeline:
         if options.gpu_mem is not None:
             budget = int(options.gpu_mem), int(options.gpu_reserve)
             self.gpu = PlanGpu(*budget, options.policy).run(self.lowered, self.memory)
+        self._find_nvrtc()
         self.manager.run(Schedule(self.lowered, self.memory.max_rows))
         program_bytes = self.workspace.path("program.bin").stat().st_size
         self.memory = self.memory.with_programs(program_bytes)
@@ -151,6 +154,8 @@ class Pipeline:
         identity = manifest["plan_hash"] = plan_hash(manifest)
         run(EmitSource(lowered, self.memory, identity, self.target.features, FORMAT_VERSION))
         run(BuildLibrary(self.target.isa))
+        if self.kernels is not None:
+            run(GpuKernels(self.kernels, source.progress))
         manifest["files"] = self._files()  # the source and the library too
         traces: CollectTraces | None = None
         if self.predicts:
@@ -179,6 +184,13 @@ class Pipeline:
         """The plan that passes run, whole but for plan.json: on the CPU, as what a GPU needs is
         written last."""
         return Plan(self.workspace.plan, {k: v for k, v in manifest.items() if k != "gpu"})
+
+    def _find_nvrtc(self) -> None:
+        """What GPU kernels are compiled with, and for; faults of --gpu-arch, before the weights are
+        read."""
+        self.kernels: gpu_arch.Kernels | None = None
+        if self.gpu is not None:
+            self.kernels = gpu_arch.resolve(self.source.options.kernels, self.source.notes)
 
     def _check_costs(self) -> None:
         """Faults of what --costs gives, before the weights are read."""
@@ -385,7 +397,7 @@ def compiler_sha256() -> str:
     rooms = ("ir", "models", "compiler", "codegen_templates", "runtime_c")
     files = [p for room in rooms for p in sorted((root / room).rglob("*"))]
     for path in [*files, *sorted(root.glob("*.py"))]:  # passes run the plan: the engine's too
-        if path.suffix in (".py", ".j2", ".c", ".h", ".inc"):
+        if path.suffix in (".py", ".j2", ".c", ".h", ".cu", ".inc"):
             digest.update(path.relative_to(root).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -1,7 +1,7 @@
 """What is compiled, and how: the model's files and the caller's options.
 
 May import pdscope.{arguments,dummy_predictor,errors}, pdscope.ir and
-pdscope.compiler.{checkpoint,cost_source,input_file,trace,passes}.
+pdscope.compiler.{checkpoint,cost_source,gpu_arch,input_file,trace,passes}.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from pdscope.compiler.checkpoint import (
     map_parameters,
 )
 from pdscope.compiler.cost_source import CostSource
+from pdscope.compiler.gpu_arch import GpuArch
 from pdscope.compiler.input_file import check_file
 from pdscope.compiler.passes.pack_weights import WeightReader
 from pdscope.compiler.passes.plan_gpu import POLICIES, RESERVE
@@ -37,7 +38,7 @@ class Progress(Protocol):
     """What a caller sees of a long compile."""
 
     def start(self, what: str, total: int, unit: str = "bytes") -> None:
-        """A stage of `total` bytes, "tokens" or "rows" begins; 0: nobody knows how many."""
+        """A stage of `total` bytes, or "tokens", "rows", ..., begins; 0: nobody knows how many."""
 
     def advance(self, amount: int) -> None: ...
 
@@ -71,11 +72,17 @@ class Options:
     gpu_mem: int | str | None = None  # bytes, or e.g. "24GiB"; None: a plan for the CPU alone
     gpu_reserve: int | str = RESERVE  # of them, the driver's own
     policy: str = "adaptsched"
+    gpu_arch: str | None = None  # what GpuArch.parse reads; None: auto with gpu_mem
 
     @property
     def cost_source(self) -> CostSource:
         """Where the plan's costs come from. Raises InputError."""
         return CostSource.parse(None if self.costs is None else str(path("costs", self.costs)))
+
+    @property
+    def kernels(self) -> GpuArch:
+        """What GPU kernels are compiled for. Raises InputError."""
+        return GpuArch.parse("auto" if self.gpu_arch is None else text("gpu_arch", self.gpu_arch))
 
     @property
     def cache_predictor(self) -> str:
@@ -137,7 +144,10 @@ class Options:
         if self.gpu_mem is None:
             if self.policy != "adaptsched":
                 raise InputError(f"policy: {self.policy} places experts on a GPU: give --gpu-mem")
+            if self.gpu_arch is not None:
+                raise InputError(f"gpu_arch: {self.gpu_arch} is of a GPU: give --gpu-mem")
             return
+        _ = self.kernels  # its faults come to light here
         object.__setattr__(self, "gpu_mem", byte_count("gpu_mem", self.gpu_mem))
         if not self.cost_source.wanted:
             raise InputError(

@@ -55,6 +55,26 @@ def cuda_driver() -> str | None:
     return os.environ.get("PDSCOPE_CUDA_DRIVER") or None
 
 
+def nvrtc() -> str | None:
+    """PDSCOPE_NVRTC: path of NVRTC's library, which compiles GPU kernels; unset: that of the
+    nvidia-cuda-nvrtc wheel, else of a CUDA toolkit."""
+    return os.environ.get("PDSCOPE_NVRTC") or None
+
+
+def cuda_toolkits() -> tuple[Path, ...]:
+    """CUDA_HOME, CUDA_PATH, then where a CUDA toolkit is by default: folders to look into for
+    NVRTC."""
+    named = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
+    return tuple(Path(name) for name in (*named, "/usr/local/cuda") if name)
+
+
+def gpu_kernels() -> tuple[Path, ...]:
+    """PDSCOPE_GPU_KERNELS: images of GPU kernels to load in place of the plan's, separated like
+    PATH's folders; the first that the driver takes is used. Unset: ()."""
+    given = os.environ.get("PDSCOPE_GPU_KERNELS") or ""
+    return tuple(Path(name) for name in given.split(os.pathsep) if name)
+
+
 def gpu_patience() -> int:
     """PDSCOPE_GPU_PATIENCE: seconds that a step waits for a GPU that makes no progress; 0 or unset:
     120."""

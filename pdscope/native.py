@@ -174,12 +174,14 @@ def is_driver_error(error: PdscopeError) -> bool:
 @dataclass(frozen=True)
 class GpuOptions:
     """A GPU to run with: its number, bytes of its memory that may be used, the driver's library
-    (None: the system's), and ms that a step waits for it without progress (0: two minutes)."""
+    (None: the system's), ms that a step waits for it without progress (0: two minutes), and images
+    of the kernels, of which the first that the driver takes is used."""
 
     number: int
     mem: int
     driver: str | None
     patience_ms: int
+    kernels: tuple[Path, ...] = ()
 
 
 class EngineHandle:
@@ -211,11 +213,14 @@ class EngineHandle:
                 "cache_prefetch": CACHE_PREFETCH.index(cache_prefetch),
             },
         )
-        driver = c.NULL
+        driver = kernels = c.NULL  # what options point to lives as long as these names
         if gpu is not None:
             driver = c.new("char[]", os.fsencode(gpu.driver)) if gpu.driver else c.NULL
             options.gpu, options.gpu_driver, options.gpu_mem = gpu.number + 1, driver, gpu.mem
             options.gpu_patience_ms = gpu.patience_ms
+            if gpu.kernels:
+                kernels = c.new("char[]", b"\n".join(os.fsencode(path) for path in gpu.kernels))
+                options.gpu_kernels = kernels
         out = c.new("pds_engine **")
         self.library.check(self.library.lib.pds_engine_create(options, out))
         self.pointer = out[0]

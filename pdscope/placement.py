@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,7 +52,24 @@ def gpu_options(plan: Plan, device: str) -> GpuOptions | None:
             "--gpu-mem"
         )
     mem = plan.gpu["mem"] - plan.gpu["reserve"]
-    return GpuOptions(0, mem, config.cuda_driver(), 1000 * config.gpu_patience())
+    return GpuOptions(
+        0, mem, config.cuda_driver(), 1000 * config.gpu_patience(), kernel_images(plan)
+    )
+
+
+def kernel_images(plan: Plan) -> tuple[Path, ...]:
+    """Absolute paths of the GPU kernels to load, those of PDSCOPE_GPU_KERNELS or the plan's, in the
+    order in which the driver is offered them. Raises InputError for one that cannot be."""
+    given = config.gpu_kernels()
+    for path in given:
+        if not path.is_file():
+            raise InputError(f"PDSCOPE_GPU_KERNELS: {path}: no such file; correct or unset it")
+    found = tuple(path.resolve() for path in given or (plan.path / p for p in plan.kernels))
+    if any("\n" in str(path) for path in found):
+        raise InputError(
+            f"{str(found[0].parent)!r}: a path of GPU kernels cannot have a line break: move them"
+        )
+    return found
 
 
 @dataclass(frozen=True)

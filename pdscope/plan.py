@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,8 @@ from pdscope.plan_hash import plan_hash
 from pdscope.schema import FORMAT_VERSION, check_full, check_light
 
 PHASES = ("decode", "batch", "prefill")
+# Images of a GPU's kernels: a cubin for an architecture, or PTX.
+_KERNELS = re.compile(r"lib/kernels_(sm_([0-9]+)\.cubin|compute_([0-9]+)\.ptx)")
 _MACHINES = {"amd64": "x86_64", "x86-64": "x86_64", "arm64": "aarch64"}
 
 
@@ -91,6 +94,18 @@ class Plan:
     @property
     def library(self) -> Path:
         return self.path / "lib" / "libpdscope.so"
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Relative paths of the GPU kernels' images, in the order in which a driver is offered
+        them: cubins, of the newest architecture first, then PTX. One for sm_80 runs on sm_86 too,
+        but the one for that is better."""
+
+        def order(found: re.Match[str]) -> tuple[bool, int]:
+            return found[2] is None, -int(found[2] or found[3])
+
+        found = (_KERNELS.fullmatch(name) for name in self.files)
+        return tuple(match[0] for match in sorted(filter(None, found), key=order))
 
     @cached_property
     def total_bytes(self) -> int:
@@ -271,6 +286,16 @@ class Plan:
                 f"{self.path / 'plan.json'}: plan_hash: {self.plan_hash}, its fields give {found}: "
                 "plan.json was edited, or made by another PDScope; recompile the model"
             )
+
+
+def kernel_file(arch: str) -> str:
+    """Relative path of the GPU kernels for an architecture: sm_* (a cubin) or compute_* (PTX)."""
+    return f"lib/kernels_{arch}.{'cubin' if arch.startswith('sm_') else 'ptx'}"
+
+
+def kernel_arch(name: str) -> str:
+    """The architecture of such a file."""
+    return Path(name).stem.removeprefix("kernels_")
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

@@ -5,7 +5,7 @@ graph.txt, the dtype and the limits decide everything else that a plan says, so 
 and compared: src/plan.c, memory.json (where phaseper.json decides what predictors take) and
 plan.json, field by field. Taken on trust are what nothing else in the directory repeats:
 source_name, config_sha256, the target's name, token ids that generation_config.json leaves to
-config.json, and the library's code, which is only hashed.
+config.json, and the code of the library and of GPU kernels, which is only hashed.
 
 May import pdscope.{errors,ir,plan,plan_diff,predictor_figures,runtime_c,schema} and those passes of
 the compiler that read no weights.
@@ -32,7 +32,7 @@ from pdscope.ir.isa import Phase
 from pdscope.ir.program import Program
 from pdscope.ir.text import parse_programs
 from pdscope.ir.verify import verify, verify_sequence
-from pdscope.plan import Plan
+from pdscope.plan import Plan, kernel_arch
 from pdscope.plan_diff import flatten
 from pdscope.plan_hash import DUMMY_WEIGHTS
 from pdscope.predictor_figures import JSON as PREDICTORS
@@ -43,6 +43,7 @@ _EDITED = "the plan was edited, or made by another PDScope; recompile the model"
 _MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF file
 _HASH = r'\.plan_hash = "([^"]*)"'
 _PREDICTORS = {"PDS_PREDICT_CROSS_GATE": "cross_gate"}
+_PTX = re.compile(rb"\s*(?://[^\n]*\n\s*)*\.version \d+\.\d+\s+\.target sm_(\d+)\s")
 _RECORDS = {"PDS_F32": "fp32", "PDS_BF16": "bf16", "PDS_I8": "int8", "PDS_I4": "int4"}
 
 
@@ -52,7 +53,7 @@ def check_plan(plan: Plan, progress: Callable[[int], None] | None = None) -> lis
     `progress` is told bytes read.
     """
     problems = plan.hash_problems(progress)
-    for check in (_schema, _programs, _fields, _target, _tokenizer):
+    for check in (_schema, _programs, _fields, _target, _kernels, _tokenizer):
         try:
             problems += check(plan)
         except PdscopeError as error:
@@ -73,31 +74,41 @@ def _schema(plan: Plan) -> Iterator[str]:
 
 
 def _programs(plan: Plan) -> Iterator[str]:
-    """Texts keep the rules and are what program.bin holds; plan.json counts them."""
+    """Texts keep the rules and are what the binaries hold; plan.json counts those of the CPU, which
+    a plan for a GPU has too."""
+    if plan.gpu is not None:
+        _decoded(plan, "programs/gpu/", "program.gpu.bin")
+    decoded = _decoded(plan, "programs/", "program.bin")
+    instructions = sum(len(p.instrs) for p in decoded)
+    yield from _compare(plan, "programs.count", len(decoded), "program.bin")
+    yield from _compare(plan, "programs.instructions", instructions, "program.bin")
+
+
+def _decoded(plan: Plan, folder: str, binary: str) -> list[Program]:
+    """The programs of a binary. Raises PlanError if they are not those of the folder's texts."""
     programs: list[Program] = []
-    for name in plan.program_files():
-        programs += parse_programs(plan.read_text(name), name)
+    for name in plan.files:
+        if name.startswith(folder) and "/" not in name.removeprefix(folder):
+            programs += parse_programs(plan.read_text(name), name)
     programs.sort(key=program_order)
     for program in programs:
         verify(program)
     for phase in Phase:
         if sequence := [p for p in programs if p.phase is phase]:
             verify_sequence(sequence)
-    data = plan.read_bytes("program.bin")
+    data = plan.read_bytes(binary)
     decoded = decode(data)
-    for text, binary in zip(programs, decoded, strict=False):
-        if text != binary:
+    for text, found in zip(programs, decoded, strict=False):
+        if text != found:
             raise PlanError(
-                f"program.bin: {binary.name} differs from programs/{text.file_stem}.plan: {_EDITED}"
+                f"{binary}: {found.name} differs from {folder}{text.file_stem}.plan: {_EDITED}"
             )
     if len(programs) != len(decoded) or encode(programs) != data:
         raise PlanError(
-            f"program.bin: holds {len(decoded)} programs, programs/ {len(programs)}, and they are "
-            f"not the same: {_EDITED}"
+            f"{binary}: holds {len(decoded)} programs, {folder} {len(programs)}, and they are not "
+            f"the same: {_EDITED}"
         )
-    instructions = sum(len(p.instrs) for p in decoded)
-    yield from _compare(plan, "programs.count", len(decoded), "program.bin")
-    yield from _compare(plan, "programs.instructions", instructions, "program.bin")
+    return decoded
 
 
 def _fields(plan: Plan) -> Iterator[str]:
@@ -216,6 +227,28 @@ def _target(plan: Plan) -> Iterator[str]:
     # A plan for any CPU requires nothing, and has every path.
     if features or target["isa"] != list(paths):
         yield from _compare(plan, "target.isa", allowed, "the required features")
+
+
+def _kernels(plan: Plan) -> Iterator[str]:
+    """Images of GPU kernels are what their names say, and belong to a plan with a GPU."""
+    for name in plan.kernels:
+        if plan.gpu is None:
+            raise PlanError(f"{name}: is of a GPU, but plan.json has none: {_EDITED}")
+        found, arch = image_arch(plan.read_bytes(name)), kernel_arch(name)
+        if found != arch:
+            yield f"{name}: is {found or 'no image of GPU kernels'}, not {arch}: {_EDITED}"
+
+
+def image_arch(data: bytes) -> str:
+    """The architecture that an image of GPU kernels is for: sm_* (a cubin) or compute_* (PTX); ""
+    of anything else."""
+    if found := _PTX.match(data):
+        return f"compute_{found[1].decode()}"
+    # A cubin is an ELF file of machine 190. Its architecture is the second byte of e_flags, or the
+    # first, before version 8 of the ABI.
+    if len(data) < 64 or data[:4] != b"\x7fELF" or data[18:20] != b"\xbe\0":
+        return ""
+    return f"sm_{data[49] if data[8] >= 8 else data[48]}"
 
 
 def _tokenizer(plan: Plan) -> Iterator[str]:

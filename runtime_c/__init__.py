@@ -88,6 +88,9 @@ MOCK_SOURCES: tuple[str, ...] = (
 #: includes every .cu file.
 SIMT_SOURCES: tuple[str, ...] = ("mock/simt.c", "mock/simt_kernels.c")
 
+#: Folder of the GPU kernels, relative to ROOT: each .cu of it, and headers.
+GPU_KERNEL_DIR = "cuda/kernels"
+
 
 @dataclass(frozen=True)
 class IsaPath:
@@ -136,6 +139,13 @@ def headers() -> tuple[str, ...]:
 def gpu_kernels() -> tuple[str, ...]:
     """The GPU's kernels' sources, relative to ROOT, sorted."""
     return tuple(sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.cu")))
+
+
+def gpu_kernel_files() -> dict[str, str]:
+    """Sources (*.cu) and headers of the GPU kernels: text by name, as they include each other."""
+    folder = ROOT / GPU_KERNEL_DIR
+    files = sorted((*folder.glob("*.cu"), *folder.glob("*.h")))
+    return {path.name: path.read_text(encoding="utf-8") for path in files}
 
 
 def sources(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:

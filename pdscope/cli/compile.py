@@ -130,6 +130,14 @@ if TYPE_CHECKING:
     help="Of --gpu-mem, what the driver takes for itself: its context and the kernels.",
 )
 @click.option(
+    "--gpu-arch",
+    metavar="auto|none|ARCHS",
+    help="With --gpu-mem: GPUs to compile kernels for, e.g. sm_90 or sm_80,sm_90; no GPU need be "
+    "here. auto: those of this machine. Newer ones than named run a form that their driver "
+    "compiles at load. Needs NVRTC (pip install 'pdscope[gpu]'), without which auto makes a plan "
+    "without kernels. Default: auto.",
+)
+@click.option(
     "--policy",
     type=click.Choice(POLICIES),
     default="adaptsched",
@@ -272,6 +280,11 @@ def _print_summary(result: "CompileResult") -> None:
         ),
         ("to run", f"{human_bytes(run)}: weights, an engine of one thread, one session"),
     ]
+    if "gpu" in m:
+        from pdscope.plan import Plan, kernel_arch
+
+        if kernels := Plan(result.plan or Path(), m).kernels:
+            rows.append(("GPU kernels", ", ".join(map(kernel_arch, kernels))))
     if gpu := result.memory.get("gpu"):
         rows.append(
             (

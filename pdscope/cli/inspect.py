@@ -205,6 +205,7 @@ def _print_summary(plan: "Plan", as_json: bool) -> None:
         ("runs on", f"{target['arch']}, target {target['name']}: {', '.join(target['isa'])}"),
         ("needs", " ".join(target["features"]) or "no CPU feature beyond the architecture"),
         ("placement", where),
+        *_kernels(plan),
         (
             "programs",
             f"{data['programs']['count']}, {data['programs']['instructions']} instructions",
@@ -223,6 +224,15 @@ def _print_summary(plan: "Plan", as_json: bool) -> None:
         ("config hash", model["config_sha256"]),
     ]
     click.echo(pairs(rows))
+
+
+def _kernels(plan: "Plan") -> list[tuple[str, str]]:
+    from pdscope.plan import kernel_arch
+
+    if plan.gpu is None:
+        return []
+    found = ", ".join(map(kernel_arch, plan.kernels))
+    return [("GPU kernels", found or "none: no GPU can run the plan")]
 
 
 def _dummy_predictor(plan: "Plan") -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define PDS_ABI_VERSION 6
+#define PDS_ABI_VERSION 7
 
 /* clang-format off */
 #ifndef PDS_CDEF
@@ -80,6 +80,7 @@ typedef struct pds_engine_options {
   int32_t gpu;            /* 0: everything runs on the CPU; n: with GPU n - 1, by the plan's programs for one */
   const char *gpu_driver; /* the CUDA driver's library; NULL: libcuda.so.1 */
   uint64_t gpu_mem;       /* bytes of its memory that may be used, sessions included; 0: all */
+  const char *gpu_kernels; /* images of its kernels: paths, one a line; the first that the driver takes is used */
   uint32_t gpu_patience_ms; /* without any progress of the GPU, a step fails after so long; 0: two minutes */
 } pds_engine_options;
 

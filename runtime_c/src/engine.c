@@ -143,6 +143,7 @@ static pds_status open_gpu(pds_engine *engine, const pds_engine_options *options
   const pds_gpu_options gpu = {.driver = options->gpu_driver,
                                .device = options->gpu - 1,
                                .cap = options->gpu_mem,
+                               .kernels = options->gpu_kernels,
                                .patience_ms = options->gpu_patience_ms};
   return pds_gpu_open(&gpu, engine->plan, &engine->programs, engine->files, engine->weights.copy,
                       engine->weights.copy_bytes, &engine->gpu);

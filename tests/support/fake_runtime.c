@@ -97,6 +97,13 @@ pds_status pds_engine_create(const pds_engine_options *o, pds_engine **out) {
   const char *isa = o->isa ? o->isa : getenv("PDSCOPE_ISA");
   if (isa && *isa && strcmp(isa, "fake") && strcmp(isa, "scalar"))
     return fail(PDS_ERR_ISA, "isa: unknown kernel path: expected fake or scalar");
+  if (o->gpu) { /* which it has not; says what it was to load */
+    static char kernels[4096];
+    snprintf(kernels, sizeof kernels, "gpu kernels:");
+    for (const char *c = o->gpu_kernels; c && *c && strlen(kernels) + 2 < sizeof kernels; c++)
+      strncat(kernels, *c == '\n' ? "|" : (const char[]){*c, 0}, 1);
+    return fail(PDS_ERR_GPU, kernels);
+  }
   pds_engine *e = calloc(1, sizeof *e);
   if (!e) return fail(PDS_ERR_MEMORY, "no memory");
   const char *ms = getenv("FAKE_STEP_MS");

@@ -1,0 +1,261 @@
+"""NVRTC, NVIDIA's compiler as a library: finds one, and compiles the GPU's kernels to a cubin for
+an architecture, or to PTX, which drivers compile for architectures that came later.
+
+May import `pdscope.runtime_c` (the kernels), `pdscope.compiler.build` (the cache), `pdscope.config`
+and `pdscope.errors`. No GPU and no driver is needed. Results are cached by content: NVRTC's
+release, options, sources and headers.
+
+A driver takes PTX of its own CUDA release or an older one. So what NVRTC writes must be of the
+release of the oldest driver that plans are for, or older, and a newer NVRTC is not used. CUDA 13.0,
+with driver 580, is the first release of its major version: a cubin made by its NVRTC runs with
+every driver of CUDA 13, and with later ones.
+"""
+
+import ctypes
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from pdscope import config, runtime_c
+from pdscope.compiler.build import cached
+from pdscope.errors import TargetError
+
+Version = tuple[int, int]
+
+#: The newest PTX that a driver takes, by its CUDA version: PTX ISA, release notes.
+PTX_OF_CUDA: Mapping[Version, Version] = {
+    (12, 0): (8, 0),
+    (12, 1): (8, 1),
+    (12, 2): (8, 2),
+    (12, 3): (8, 3),
+    (12, 4): (8, 4),
+    (12, 5): (8, 5),
+    (12, 6): (8, 5),
+    (12, 7): (8, 6),
+    (12, 8): (8, 7),
+    (12, 9): (8, 8),
+    (13, 0): (9, 0),
+    (13, 1): (9, 1),
+}
+#: CUDA version of the oldest driver that plans are for, unless NVRTC itself is older: 580.
+OLDEST_DRIVER: Version = (13, 0)
+#: NVRTC from which on the kernels' language is understood: CUDA 12, as runtime_c/cuda/driver.h.
+OLDEST_NVRTC: Version = (12, 0)
+#: The architecture that PTX is for: what the kernels need at least.
+PTX_ARCH = "compute_80"
+
+INSTALL_HINT = "`pip install 'nvidia-cuda-nvrtc>=13.0,<13.1'`, or `pip install 'pdscope[gpu]'`"
+
+# The same for all: NVRTC may write it into what it makes.
+_PROGRAM = "pdscope_kernels.cu"
+_OPTIONS = ("--std=c++17",)
+# In the head of PTX.
+_RELEASE = re.compile(r"^// Cuda compilation tools, release \S+, V(\S+)$", re.MULTILINE)
+_PTX_VERSION = re.compile(r"^\.version (\d+)\.(\d+)$", re.MULTILINE)
+# libnvrtc.so.13, but not libnvrtc-builtins.so.13.0 nor libnvrtc.alt.so.13.
+_LIBRARY = "libnvrtc.so*"
+
+
+@dataclass(frozen=True)
+class Nvrtc:
+    """A usable NVRTC.
+
+    `release`: e.g. 13.0.88; `ptx`: the version of what it writes; `architectures`: those it knows,
+    sm_*; `identity`: all that it says of itself, part of cache keys.
+    """
+
+    path: str
+    release: str
+    ptx: Version
+    architectures: tuple[str, ...]
+    identity: str
+    library: ctypes.CDLL = field(repr=False, compare=False)
+
+    @property
+    def cuda(self) -> Version:
+        """Its CUDA version."""
+        major, minor = self.release.split(".")[:2]
+        return int(major), int(minor)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """An image, and NVRTC's remarks."""
+
+    image: bytes
+    log: str
+
+
+class CompileError(Exception):
+    """The program has faults: NVRTC's log."""
+
+
+def find_nvrtc() -> Nvrtc:
+    """That of PDSCOPE_NVRTC; else the first that can be used of the wheels' and the toolkits'.
+
+    Raises TargetError, which says what was found and what to install.
+    """
+    if asked := config.nvrtc():
+        try:
+            return _open(asked)
+        except (OSError, TargetError) as error:
+            raise TargetError(
+                f"PDSCOPE_NVRTC: {asked}: {error}; correct or unset the variable"
+            ) from None
+    refused: dict[str, str] = {}  # why, and the first path of those that are refused so
+    for path in _candidates():
+        try:
+            return _open(path)
+        except OSError as error:
+            if "/" in path:  # else the system has none of that name
+                refused.setdefault(str(error), path)
+        except TargetError as error:
+            refused.setdefault(str(error), path)
+    why = "".join(f"; {path}: {error}" for error, path in refused.items())
+    raise TargetError(f"no NVRTC was found that can compile GPU kernels{why}: {INSTALL_HINT}")
+
+
+def compile_kernels(nvrtc: Nvrtc, arch: str) -> bytes:
+    """The image of all kernels (runtime_c.gpu_kernel_files) for an architecture: a cubin for sm_*,
+    PTX for compute_*. From the cache, if it has been made before.
+
+    Raises TargetError for faults in a source, with the first of NVRTC's errors, and for PTX that
+    the oldest driver would refuse; DiskError for a full disk.
+    """
+    files = runtime_c.gpu_kernel_files()
+    digest = hashlib.sha256(nvrtc.identity.encode())
+    for text in (_PROGRAM, *_OPTIONS, arch, *(x for item in files.items() for x in item)):
+        digest.update(f"\1{len(text)}\0{text}".encode())
+
+    def make() -> bytes:
+        program = "".join(f'#include "{name}"\n' for name in files if name.endswith(".cu"))
+        try:
+            image = compile_program(nvrtc, program, files, arch).image
+        except CompileError as error:
+            lines = [s for s in str(error).splitlines() if "error" in s] or str(error).splitlines()
+            shown = " | ".join(s.strip() for s in lines[:3])
+            raise TargetError(
+                f"compiling the GPU kernels for {arch} with NVRTC {nvrtc.release} failed: {shown}"
+            ) from None
+        if arch.startswith("compute_"):
+            check_ptx(image.decode(), nvrtc.release)
+        return image
+
+    kind = "cubin" if arch.startswith("sm_") else "ptx"
+    return cached("gpu-kernels", f"{digest.hexdigest()}.{kind}", make)
+
+
+def compile_program(
+    nvrtc: Nvrtc, program: str, headers: Mapping[str, str], arch: str, *options: str
+) -> Compiled:
+    """What NVRTC makes of a program whose #includes are `headers`: a cubin for an `arch` sm_*, PTX
+    for compute_*. Raises CompileError."""
+    names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
+    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
+    handle = ctypes.c_void_p()
+    lib = nvrtc.library
+    made = lib.nvrtcCreateProgram(
+        ctypes.byref(handle), program.encode(), _PROGRAM.encode(), len(headers), texts, names
+    )
+    if made:
+        raise CompileError(f"nvrtcCreateProgram: error {made}")
+    try:
+        given = [
+            f"--gpu-architecture={arch}".encode(),
+            *(s.encode() for s in (*_OPTIONS, *options)),
+        ]
+        result = lib.nvrtcCompileProgram(handle, len(given), (ctypes.c_char_p * len(given))(*given))
+        log = _result(lib, "ProgramLog", handle).rstrip(b"\0").decode(errors="replace").strip()
+        if result:
+            raise CompileError(log or f"nvrtcCompileProgram: error {result}")
+        if arch.startswith("sm_"):
+            return Compiled(_result(lib, "CUBIN", handle), log)
+        return Compiled(_result(lib, "PTX", handle).rstrip(b"\0"), log)
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(handle))
+
+
+def check_ptx(text: str, release: str) -> Version:
+    """The version of PTX that an NVRTC of this release wrote. Raises TargetError if the oldest
+    driver that plans are for refuses it."""
+    found = _PTX_VERSION.search(text)
+    if found is None:
+        raise TargetError(f"NVRTC {release} writes PTX without a version")
+    version, most = (int(found[1]), int(found[2])), PTX_OF_CUDA[OLDEST_DRIVER]
+    if version > most:
+        raise TargetError(
+            f"NVRTC {release} writes PTX {_dotted(version)}, but drivers of CUDA "
+            f"{_dotted(OLDEST_DRIVER)} take PTX up to {_dotted(most)}"
+        )
+    return version
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def _result(lib: ctypes.CDLL, what: str, handle: ctypes.c_void_p) -> bytes:
+    """A result of a program: its bytes, those of texts with their 0."""
+    size = ctypes.c_size_t()
+    error = getattr(lib, f"nvrtcGet{what}Size")(handle, ctypes.byref(size))
+    room = ctypes.create_string_buffer(size.value)
+    error = error or getattr(lib, f"nvrtcGet{what}")(handle, room)
+    if error:
+        raise CompileError(f"nvrtcGet{what}: error {error}")
+    return room.raw
+
+
+def _candidates() -> Iterator[str]:
+    """Paths of NVRTC's library, best first: the wheels of CUDA 13 and 12, CUDA toolkits, and where
+    the system finds one."""
+    spec = find_spec("nvidia")
+    places = spec.submodule_search_locations if spec else None
+    for folder in ("cu13", "cuda_nvrtc"):
+        for place in places or ():
+            yield from _libraries(Path(place) / folder / "lib")
+    for toolkit in config.cuda_toolkits():
+        yield from _libraries(toolkit / "lib64")
+    yield from ("libnvrtc.so.13", "libnvrtc.so.12")
+
+
+def _libraries(folder: Path) -> Iterator[str]:
+    """One of a folder: its names are links to one file."""
+    yield from (str(path) for path in sorted(folder.glob(_LIBRARY))[:1])
+
+
+@lru_cache(maxsize=8)
+def _open(path: str) -> Nvrtc:
+    """Loads a library and has it say what it is, by compiling nothing.
+
+    Raises OSError if it cannot be loaded, TargetError if it cannot be used; neither says where it
+    is and what to do.
+    """
+    for builtins in Path(path).parent.glob("libnvrtc-builtins.so*") if "/" in path else ():
+        ctypes.CDLL(str(builtins))  # which it opens by name alone: now the loader knows it
+    library = ctypes.CDLL(path)
+    try:
+        library.nvrtcGetCUBIN  # noqa: B018
+        library.nvrtcGetSupportedArchs  # noqa: B018
+    except AttributeError:
+        raise TargetError("is another library, or an NVRTC older than CUDA 12") from None
+    count = ctypes.c_int()
+    library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    library.nvrtcGetSupportedArchs(known)
+    architectures = tuple(f"sm_{n}" for n in known)
+    unknown = Nvrtc(path, "", (0, 0), architectures, "", library)
+    try:
+        text = compile_program(unknown, "", {}, PTX_ARCH).image.decode()
+    except CompileError as error:
+        raise TargetError(" ".join(str(error).split())) from None
+    release = _RELEASE.search(text)
+    if release is None:
+        raise TargetError("does not say which release it is")
+    found = Nvrtc(path, release[1], check_ptx(text, release[1]), architectures, text, library)
+    if found.cuda < OLDEST_NVRTC:
+        raise TargetError(f"is of CUDA {found.release}, expected {_dotted(OLDEST_NVRTC)} or newer")
+    return found
