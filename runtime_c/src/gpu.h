@@ -214,7 +214,6 @@ typedef struct pds_gpu_options {
   uint64_t cap;         /* 0: all that the device has */
   const char *kernels;  /* paths of their images, '\n' between; NULL: none */
   uint32_t patience_ms; /* 0: two minutes */
-  const char *kernels;  /* files with kernels for a GPU, one a line, the best first */
 } pds_gpu_options;
 
 /* Opens the device, copies what stays there. On failure nothing is left. */

@@ -23,6 +23,8 @@ typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext; typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent; typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
+typedef struct CUgraph_st *CUgraph; typedef struct CUgraphExec_st *CUgraphExec;
+typedef struct CUDA_MEMCPY2D CUDA_MEMCPY2D;
 typedef struct {
   uint32_t bytes, n; const uint32_t *tokens; uint64_t extra; /* pds_twin_work */
   CUdeviceptr to; uint32_t value, count;
