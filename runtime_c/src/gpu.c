@@ -397,17 +397,23 @@ static pds_status host_part(const pds_plan *plan, const pds_programs *programs, 
   return PDS_OK;
 }
 
+/* The driver pins no memory that is read-only. */
+static pds_status pin(pds_gpu *gpu, void *weights, uint64_t bytes) {
+  pds_let_write(weights, bytes, true);
+  PDS_RETURN_IF_ERROR(
+      pds_gpu_check(gpu, gpu->cuda.cuMemHostRegister(weights, bytes, CU_MEMHOSTREGISTER_PORTABLE),
+                    "pinning the weights (the limit on locked memory, ulimit -l, may be too low)"));
+  gpu->pinned = weights;
+  pds_let_write(weights, bytes, false);
+  return PDS_OK;
+}
+
 static pds_status start(pds_gpu *gpu, const char *kernels, void *pinned, uint64_t pinned_bytes) {
   PDS_RETURN_IF_ERROR(pds_gpu_enter(gpu));
   pds_status status = load_kernels(gpu, kernels);
   if (status == PDS_OK) status = open_streams(gpu);
   if (status == PDS_OK) status = take_weights(gpu);
-  if (status == PDS_OK && pinned) {
-    status = pds_gpu_check(
-        gpu, gpu->cuda.cuMemHostRegister(pinned, pinned_bytes, CU_MEMHOSTREGISTER_PORTABLE),
-        "pinning the weights (the limit on locked memory, ulimit -l, may be too low)");
-    if (status == PDS_OK) gpu->pinned = pinned;
-  }
+  if (status == PDS_OK && pinned) status = pin(gpu, pinned, pinned_bytes);
   if (status == PDS_OK) status = fill(gpu);
   pds_gpu_leave(gpu);
   return status;

@@ -32,6 +32,10 @@ pds_status pds_map_anon(uint64_t bytes, const char *what, void **out) {
   return PDS_OK;
 }
 
+void pds_let_write(void *base, uint64_t bytes, bool may) {
+  mprotect(base, (size_t)bytes, may ? PROT_READ | PROT_WRITE : PROT_READ);
+}
+
 void pds_advise_huge(void *base, uint64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   madvise(base, (size_t)bytes, MADV_HUGEPAGE);

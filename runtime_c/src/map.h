@@ -3,6 +3,7 @@
 #ifndef PDS_MAP_H
 #define PDS_MAP_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "status.h"
@@ -10,6 +11,9 @@
 /* Zeroed anonymous memory; `bytes` is a multiple of PDS_GRAIN. Begins at a multiple of PDS_HUGE if
  * it is larger than that. `what` names it in the error text. */
 pds_status pds_map_anon(uint64_t bytes, const char *what, void **out);
+
+/* Whether anonymous memory may be written; a refusal only costs a safeguard. */
+void pds_let_write(void *base, uint64_t bytes, bool may);
 
 /* Asks for transparent huge pages; a refusal only costs speed. */
 void pds_advise_huge(void *base, uint64_t bytes);

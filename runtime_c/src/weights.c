@@ -149,7 +149,7 @@ pds_status pds_weights_copy(const pds_plan *plan, int dir_fd, const pds_host *ho
   }
   pds_pool_close(pool);
   PDS_RETURN_IF_ERROR(status);
-  mprotect(base, (size_t)total, PROT_READ); /* a refusal only costs a safeguard */
+  pds_let_write(base, total, false);
   out->huge_bytes = pds_host_huge_bytes(base, total);
   return PDS_OK;
 }
