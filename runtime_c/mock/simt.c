@@ -108,8 +108,18 @@ static void __attribute__((noinline)) change(jmp_buf *from, jmp_buf *to) {
   if (_setjmp(*from) == 0) _longjmp(*to, 1);
 }
 
-/* Until its turn comes again. */
+/* Until its turn comes again. The next lane that can go on has it now; after the last, the scheduler. */
 static void give_turn(thread *t) {
+  const block *b = t->block;
+  const warp *own = &b->warps[t->seen.tid / WARP];
+  thread *lanes = t - t->seen.tid % WARP;
+  const uint32_t step = b->backwards ? UINT32_MAX : 1;
+  for (uint32_t i = t->seen.tid % WARP + step; i < own->lanes; i += step)
+    if (lanes[i].state == RUNS) {
+      pds_simt_self = &lanes[i].seen;
+      change(&t->here, &lanes[i].here);
+      return;
+    }
   change(&t->here, &t->block->scheduler);
 }
 
@@ -133,7 +143,7 @@ static void complete_warp(block *b, uint32_t w);
 static void complete_block(block *b);
 
 /* Those that are left need not wait for it. */
-static void end_thread(thread *t) {
+static void __attribute__((noinline)) end_thread(thread *t) {
   block *b = t->block;
   const uint32_t w = t->seen.tid / WARP;
   warp *own = &b->warps[w];
@@ -149,7 +159,7 @@ static void end_thread(thread *t) {
 static void live(unsigned high, unsigned low) {
   thread *t = (thread *)((uintptr_t)high << 16 << 16 | low);
   for (;;) {
-    give_turn(t);
+    change(&t->here, &t->block->scheduler);
     t->block->fn(t->block->params);
     end_thread(t);
   }
