@@ -1,9 +1,9 @@
 """Attention on the CPU and on the GPU's kernels, side by side: the same plan, batch, buffers and KV
 blocks, compared after each stage.
 
-Projections are identities or pick single values, so that both sides begin with the same bits: in_proj
-and q_b are the identity, and `uk` copies chosen dimensions. uv and o_proj are zero: what they read is
-compared instead.
+Projections are identities or pick single values, so that both sides begin with the same bits:
+in_proj and q_b are the identity, and `uk` copies chosen dimensions. uv and o_proj are zero: what
+they read is compared instead.
 """
 
 from collections.abc import Sequence
@@ -90,8 +90,7 @@ class Twin:
         self.a = model.layers[0].attn
         self.mla = bool(self.a.kind)
         self.elt = 2 if model.act == "bf16" else 4
-        self.scratch = self.step.scratch.copy()
-        self.scratch = aligned(self.scratch)
+        self.scratch = aligned(self.step.scratch)
         self.kv = aligned(self.step.kv)
         self.kernels: list[str] = []
 
@@ -101,12 +100,8 @@ class Twin:
 
     def _weights(self, field: Any) -> np.ndarray:
         """A vector of the plan."""
-        return np.asarray(self.model.keep[0]) if field.dtype == 0 else self._vectors[field.file]
-
-    @property
-    def _vectors(self) -> list[np.ndarray]:
-        at = {array.ctypes.data: array for array in self.model.keep}
-        return [at[base] for base in self.model.bases]
+        at = self.model.bases[field.file]
+        return next(x for x in self.model.keep if x.ctypes.data == at)
 
     def params(self) -> Any:
         """What the launcher would say of the running step."""
@@ -151,9 +146,16 @@ class Twin:
         self.kernels.append(simt.kernels()[int(shape.kernel)])
         simt.launch_as(shape, p)
 
-    def run(self, x: np.ndarray, position: Sequence[int], seq: Sequence[int] | None = None) -> Any:
-        """One step of rows x [rows, hidden] on both; returns the kernels' output [rows, ..] and
-        what it was launched with."""
+    def run(
+        self,
+        x: np.ndarray,
+        position: Sequence[int],
+        seq: Sequence[int] | None = None,
+        part: int = 0,
+    ) -> Any:
+        """One step of rows x [rows, hidden] on both, with the context in parts of `part` tokens, or
+        as pds_cu_cut_context has it; returns the kernels' output [rows, ..] and what it was
+        launched with."""
         step, a, act = self.step, self.a, self.model.act
         x = from_act(act_array(x, act), act)
         step.batch(list(position), seq)
@@ -185,14 +187,14 @@ class Twin:
         self.kv[...] = step.kv
         far = max(position)
         simt.library().pds_cu_cut_context(self.device, p, far, self.model.plan.kv_split)
+        if part:
+            p.split_tokens, p.splits = part, far // part + 1
         assert p.splits <= p.most_splits and p.split_tokens % 64 == 0
         assert p.splits == 1 or p.split_tokens >= self.model.plan.kv_split
         self.launch(p, "ATTEND")
         if p.splits > 1:
             self.launch(p, "MERGE")
         name, each = ("CTXACT", a.heads * p.ctx_stride) if self.mla else ("OACT", p.oact_stride)
-        if self.mla and a.heads * a.v_dim == 0:
-            raise AssertionError("a model without values")
         self.same(name, rows * each)
         self.guards()
         return self.act(name, rows * each).reshape(rows, each), p
@@ -207,16 +209,12 @@ class Twin:
 
     def _rope(self) -> None:
         a, s = self.a, self.step
-        freq = np.frombuffer(
-            memoryview(np.array([a.rope.inv_freq[i] for i in range(a.rope.dim // 2)], np.float32)),
-            np.float32,
-        )
         p = simt.params(
             "pds_cu_rope", position=s.arrays[0], table=self.buffer("ROPE"), rows=s.ctx.rows,
             dim=a.rope.dim, scale=a.rope.scale,
         )  # fmt: skip
-        for i, f in enumerate(freq):
-            p.inv_freq[i] = f
+        for i in range(a.rope.dim // 2):
+            p.inv_freq[i] = a.rope.inv_freq[i]
         simt.launch_as(simt.library().pds_cu_shape_rope(p), p)
         n = 4 * s.ctx.rows * a.rope.dim
         mine, theirs = self.buffer("ROPE")[:n], s.buffer("ROPE", np.uint8)[:n]

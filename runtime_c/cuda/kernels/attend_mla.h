@@ -148,14 +148,13 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
       }
       PDS_UNROLL
       for (uint32_t m = 1; m < ROW_THREADS; m *= 2) top = fmaxf(top, pds_shfl_xor(top, m));
-      const float base = top == -PDS_INFINITY ? 0 : top, shift = base * scale,
-                  factor = pds_exp2((q.max - base) * scale);
+      const float base = top == -PDS_INFINITY ? 0 : top, factor = pds_exp2((q.max - base) * scale);
       q.sum *= factor;
       q.max = top;
       PDS_UNROLL
       for (uint32_t j = 0; j < ROW_WORDS; j++) {
-        const float low = pds_exp2(fmaf(s[2 * j], scale, -shift)),
-                    high = pds_exp2(fmaf(s[2 * j + 1], scale, -shift));
+        const float low = pds_exp2((s[2 * j] - base) * scale),
+                    high = pds_exp2((s[2 * j + 1] - base) * scale);
         q.sum += low + high;
         weights[soft_row * 16 + soft_word + j] = pds_pack_bf16(low, high);
       }

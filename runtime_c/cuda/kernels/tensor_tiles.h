@@ -110,13 +110,13 @@ PDS_FN float pds_softmax(pds_query_row *q, uint32_t which, float (*s)[4], uint32
     top = fmaxf(top, fmaxf(s[j][2 * which], s[j][2 * which + 1]));
   top = fmaxf(top, pds_shfl_xor(top, 1));
   top = fmaxf(top, pds_shfl_xor(top, 2));
-  const float base = top == -PDS_INFINITY ? 0 : top, shift = base * scale,
-              factor = pds_exp2((q->max - base) * scale);
+  /* Not fma(score, scale, -base * scale): great scores would not cancel. */
+  const float base = top == -PDS_INFINITY ? 0 : top, factor = pds_exp2((q->max - base) * scale);
   PDS_UNROLL
   for (uint32_t j = 0; j < 4 * halves; j++) {
     PDS_UNROLL
     for (uint32_t c = 0; c < 2; c++) {
-      const float e = pds_exp2(fmaf(s[j][2 * which + c], scale, -shift));
+      const float e = pds_exp2((s[j][2 * which + c] - base) * scale);
       s[j][2 * which + c] = e;
       sum += e;
     }
