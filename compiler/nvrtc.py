@@ -1,9 +1,9 @@
 """NVRTC, NVIDIA's compiler as a library: finds one, and compiles the GPU's kernels to a cubin for
 an architecture, or to PTX, which drivers compile for architectures that came later.
 
-May import `pdscope.runtime_c` (the kernels), `pdscope.compiler.build` (the cache), `pdscope.config`
-and `pdscope.errors`. No GPU and no driver is needed. Results are cached by content: NVRTC's
-release, options, sources and headers.
+May import `pdscope.runtime_c` (the kernels), `pdscope.compiler.{build,nvrtc_program}`,
+`pdscope.config` and `pdscope.errors`. No GPU and no driver is needed. Results are cached by
+content: NVRTC's release, options, sources and headers.
 
 A driver takes PTX of its own CUDA release or an older one. So what NVRTC writes must be of the
 release of the oldest driver that plans are for, or older, and a newer NVRTC is not used. CUDA 13.0,
@@ -13,14 +13,20 @@ every driver of CUDA 13, and with later ones.
 
 import ctypes
 import hashlib
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import PIPE
+from threading import Event
 
 from pdscope import config, runtime_c
+from pdscope.compiler import nvrtc_program
 from pdscope.compiler.build import cached
 from pdscope.errors import TargetError
 
@@ -50,8 +56,6 @@ PTX_ARCH = "compute_80"
 
 INSTALL_HINT = "`pip install 'nvidia-cuda-nvrtc>=13.0,<13.1'`, or `pip install 'pdscope[gpu]'`"
 
-# The same for all: NVRTC may write it into what it makes.
-_PROGRAM = "pdscope_kernels.cu"
 _OPTIONS = ("--std=c++17",)
 # In the head of PTX.
 _RELEASE = re.compile(r"^// Cuda compilation tools, release \S+, V(\S+)$", re.MULTILINE)
@@ -73,25 +77,12 @@ class Nvrtc:
     ptx: Version
     architectures: tuple[str, ...]
     identity: str
-    library: ctypes.CDLL = field(repr=False, compare=False)
 
     @property
     def cuda(self) -> Version:
         """Its CUDA version."""
         major, minor = self.release.split(".")[:2]
         return int(major), int(minor)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """An image, and NVRTC's remarks."""
-
-    image: bytes
-    log: str
-
-
-class CompileError(Exception):
-    """The program has faults: NVRTC's log."""
 
 
 def find_nvrtc() -> Nvrtc:
@@ -119,28 +110,20 @@ def find_nvrtc() -> Nvrtc:
     raise TargetError(f"no NVRTC was found that can compile GPU kernels{why}: {INSTALL_HINT}")
 
 
-def compile_kernels(nvrtc: Nvrtc, arch: str) -> bytes:
+def compile_kernels(nvrtc: Nvrtc, arch: str, stop: Event | None = None) -> bytes:
     """The image of all kernels (runtime_c.gpu_kernel_files) for an architecture: a cubin for sm_*,
-    PTX for compute_*. From the cache, if it has been made before.
+    PTX for compute_*. From the cache, if it has been made before. `stop` ends it early.
 
     Raises TargetError for faults in a source, with the first of NVRTC's errors, and for PTX that
     the oldest driver would refuse; DiskError for a full disk.
     """
     files = runtime_c.gpu_kernel_files()
     digest = hashlib.sha256(nvrtc.identity.encode())
-    for text in (_PROGRAM, *_OPTIONS, arch, *(x for item in files.items() for x in item)):
+    for text in (*_OPTIONS, arch, *(x for item in files.items() for x in item)):
         digest.update(f"\1{len(text)}\0{text}".encode())
 
     def make() -> bytes:
-        program = "".join(f'#include "{name}"\n' for name in files if name.endswith(".cu"))
-        try:
-            image = compile_program(nvrtc, program, files, arch).image
-        except CompileError as error:
-            lines = [s for s in str(error).splitlines() if "error" in s] or str(error).splitlines()
-            shown = " | ".join(s.strip() for s in lines[:3])
-            raise TargetError(
-                f"compiling the GPU kernels for {arch} with NVRTC {nvrtc.release} failed: {shown}"
-            ) from None
+        image = _compile(nvrtc, files, arch, stop or Event())
         if arch.startswith("compute_"):
             check_ptx(image.decode(), nvrtc.release)
         return image
@@ -149,34 +132,45 @@ def compile_kernels(nvrtc: Nvrtc, arch: str) -> bytes:
     return cached("gpu-kernels", f"{digest.hexdigest()}.{kind}", make)
 
 
-def compile_program(
-    nvrtc: Nvrtc, program: str, headers: Mapping[str, str], arch: str, *options: str
-) -> Compiled:
-    """What NVRTC makes of a program whose #includes are `headers`: a cubin for an `arch` sm_*, PTX
-    for compute_*. Raises CompileError."""
-    names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
-    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
-    handle = ctypes.c_void_p()
-    lib = nvrtc.library
-    made = lib.nvrtcCreateProgram(
-        ctypes.byref(handle), program.encode(), _PROGRAM.encode(), len(headers), texts, names
+def program_of(files: Mapping[str, str]) -> str:
+    """One program of all sources."""
+    return "".join(f'#include "{name}"\n' for name in files if name.endswith(".cu"))
+
+
+def _compile(nvrtc: Nvrtc, files: Mapping[str, str], arch: str, stop: Event) -> bytes:
+    """In a process of its own, which can be ended at any time: it takes as long as a minute."""
+    asked = {
+        "library": nvrtc.path,
+        "program": program_of(files),
+        "headers": dict(files),
+        "arch": arch,
+        "options": _OPTIONS,
+    }
+    given: bytes | None = json.dumps(asked).encode()
+    command = [sys.executable, "-I", nvrtc_program.__file__]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
+        while True:
+            try:
+                image, log = process.communicate(given, timeout=0.1)
+                break
+            except subprocess.TimeoutExpired:
+                given = None  # is on its way
+                if stop.is_set():
+                    process.kill()
+            except BaseException:
+                process.kill()
+                raise
+    if process.returncode == 0:
+        return image
+    lines = [s.strip() for s in log.decode(errors="replace").splitlines() if s.strip()]
+    if process.returncode == nvrtc_program.FAULTS:
+        lines = [s for s in lines if "error" in s] or lines
+    else:
+        lines = [f"it ended with status {process.returncode}", *lines[-1:]]
+    raise TargetError(
+        f"compiling the GPU kernels for {arch} with NVRTC {nvrtc.release} failed: "
+        + " | ".join(lines[:3])
     )
-    if made:
-        raise CompileError(f"nvrtcCreateProgram: error {made}")
-    try:
-        given = [
-            f"--gpu-architecture={arch}".encode(),
-            *(s.encode() for s in (*_OPTIONS, *options)),
-        ]
-        result = lib.nvrtcCompileProgram(handle, len(given), (ctypes.c_char_p * len(given))(*given))
-        log = _result(lib, "ProgramLog", handle).rstrip(b"\0").decode(errors="replace").strip()
-        if result:
-            raise CompileError(log or f"nvrtcCompileProgram: error {result}")
-        if arch.startswith("sm_"):
-            return Compiled(_result(lib, "CUBIN", handle), log)
-        return Compiled(_result(lib, "PTX", handle).rstrip(b"\0"), log)
-    finally:
-        lib.nvrtcDestroyProgram(ctypes.byref(handle))
 
 
 def check_ptx(text: str, release: str) -> Version:
@@ -196,17 +190,6 @@ def check_ptx(text: str, release: str) -> Version:
 
 def _dotted(version: Version) -> str:
     return ".".join(map(str, version))
-
-
-def _result(lib: ctypes.CDLL, what: str, handle: ctypes.c_void_p) -> bytes:
-    """A result of a program: its bytes, those of texts with their 0."""
-    size = ctypes.c_size_t()
-    error = getattr(lib, f"nvrtcGet{what}Size")(handle, ctypes.byref(size))
-    room = ctypes.create_string_buffer(size.value)
-    error = error or getattr(lib, f"nvrtcGet{what}")(handle, room)
-    if error:
-        raise CompileError(f"nvrtcGet{what}: error {error}")
-    return room.raw
 
 
 def _candidates() -> Iterator[str]:
@@ -234,9 +217,7 @@ def _open(path: str) -> Nvrtc:
     Raises OSError if it cannot be loaded, TargetError if it cannot be used; neither says where it
     is and what to do.
     """
-    for builtins in Path(path).parent.glob("libnvrtc-builtins.so*") if "/" in path else ():
-        ctypes.CDLL(str(builtins))  # which it opens by name alone: now the loader knows it
-    library = ctypes.CDLL(path)
+    library = nvrtc_program.load(path)
     try:
         library.nvrtcGetCUBIN  # noqa: B018
         library.nvrtcGetSupportedArchs  # noqa: B018
@@ -247,15 +228,14 @@ def _open(path: str) -> Nvrtc:
     known = (ctypes.c_int * count.value)()
     library.nvrtcGetSupportedArchs(known)
     architectures = tuple(f"sm_{n}" for n in known)
-    unknown = Nvrtc(path, "", (0, 0), architectures, "", library)
     try:
-        text = compile_program(unknown, "", {}, PTX_ARCH).image.decode()
-    except CompileError as error:
+        text = nvrtc_program.compile_program(library, "", {}, PTX_ARCH, ()).image.decode()
+    except nvrtc_program.CompileError as error:
         raise TargetError(" ".join(str(error).split())) from None
     release = _RELEASE.search(text)
     if release is None:
         raise TargetError("does not say which release it is")
-    found = Nvrtc(path, release[1], check_ptx(text, release[1]), architectures, text, library)
+    found = Nvrtc(path, release[1], check_ptx(text, release[1]), architectures, text)
     if found.cuda < OLDEST_NVRTC:
         raise TargetError(f"is of CUDA {found.release}, expected {_dotted(OLDEST_NVRTC)} or newer")
     return found

@@ -1,8 +1,11 @@
 """Compile the GPU's kernels into lib/: a cubin for each architecture, and PTX. May import
 pdscope.compiler.{gpu_arch,nvrtc,passmanager,source} and pdscope.plan (names)."""
 
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from threading import Event
 from typing import TYPE_CHECKING
 
 from pdscope.compiler.gpu_arch import Kernels
@@ -32,9 +35,23 @@ class GpuKernels:
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
         """Raises TargetError for faults in a source."""
         self.progress.start("GPU kernels", len(self.kernels.architectures), "images")
-        written: dict[str, str | None] = {}
-        for arch in self.kernels.architectures:
-            image = compile_kernels(self.kernels.nvrtc, arch)
-            written[workspace.write(kernel_file(arch), image)] = None
-            self.progress.advance(1)
-        return written
+        compiled = self._compile()
+        return {workspace.write(kernel_file(arch), compiled[arch]): None for arch in compiled}
+
+    def _compile(self) -> dict[str, bytes]:
+        """All images, each in a thread: they take seconds to a minute."""
+        stop = Event()
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            jobs = {
+                arch: pool.submit(compile_kernels, self.kernels.nvrtc, arch, stop)
+                for arch in self.kernels.architectures
+            }
+            try:
+                for job in as_completed(jobs.values()):
+                    job.result()
+                    self.progress.advance(1)
+            except BaseException:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+        return {arch: job.result() for arch, job in jobs.items()}

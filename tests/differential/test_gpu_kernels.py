@@ -20,6 +20,7 @@ from support.nvrtc import fake_nvrtc, real_nvrtc
 from support.plans import PlanStore
 
 import pdscope
+from pdscope import runtime_c
 from pdscope.compiler import nvrtc
 from pdscope.plan import Plan
 
@@ -42,9 +43,18 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def plan(plans: PlanStore) -> Path:
-    """With kernels for two architectures."""
+    """With a kernel for two architectures: all of them would take a minute."""
     real_nvrtc()
-    return plans.compile(MODEL, **OPTIONS, gpu_mem="29MB", gpu_arch="sm_80,sm_90")
+    files = runtime_c.gpu_kernel_files()
+    small = {name: text for name, text in files.items() if not name.endswith(".cu")}
+    small["one.cu"] = '#include "device.h"\nPDS_KERNEL(one, pds_cu_norm, 32) { *p->xn = p->eps; }\n'
+
+    def make(out: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runtime_c, "gpu_kernel_files", lambda: small)
+            pdscope.compile(MODEL, out, **OPTIONS, gpu_mem="29MB", gpu_arch="sm_80,sm_90")
+
+    return plans.once("gpu-kernels", make)
 
 
 def test_files_of_a_plan(plan: Path) -> None:

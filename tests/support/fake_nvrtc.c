@@ -1,8 +1,11 @@
 /* fake_nvrtc.c: a stand-in for NVRTC (tests/support/nvrtc.py), of whatever release: RELEASE and PTX say
- * which. It knows sm_80 and sm_90, and its images are the head of PTX alone. */
+ * which, SM_90 what it does first when it compiles for that. It knows sm_80 and sm_90, and its images
+ * are the head of PTX alone. */
 #include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static char text[256];
 
@@ -26,6 +29,7 @@ int nvrtcDestroyProgram(void **program) {
 }
 int nvrtcCompileProgram(void *program, int options, const char *const *option) {
   (void)program, (void)options;
+  if (strstr(option[0], "sm_90")) SM_90;
   snprintf(text, sizeof text,
            "// Cuda compilation tools, release x, V%s\n.version %s\n.target sm%s\n", RELEASE, PTX,
            strrchr(option[0], '_'));

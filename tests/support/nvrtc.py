@@ -12,10 +12,13 @@ from pdscope.compiler.nvrtc import Nvrtc, find_nvrtc
 from pdscope.errors import TargetError
 
 
-def fake_nvrtc(release: str, ptx: str) -> Path:
-    """A library that says it is of this release and writes PTX of this version."""
+def fake_nvrtc(release: str, ptx: str, sm_90: str = "(void)0") -> Path:
+    """A library that says it is of this release and writes PTX of this version. `sm_90`: C that
+    runs when it compiles for that."""
     source = Path(__file__).with_name("fake_nvrtc.c")
-    return cc.shared_object([(source, [f'-DRELEASE="{release}"', f'-DPTX="{ptx}"'])])
+    return cc.shared_object(
+        [(source, [f'-DRELEASE="{release}"', f'-DPTX="{ptx}"', f"-DSM_90={sm_90}"])]
+    )
 
 
 def real_nvrtc() -> Nvrtc:

@@ -11,18 +11,20 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from threading import Event, Timer
 
 import pytest
 from packaging.requirements import Requirement
 from support.nvrtc import fake_nvrtc, real_nvrtc
 
 from pdscope import runtime_c
-from pdscope.compiler import nvrtc
-from pdscope.compiler.nvrtc import Nvrtc, compile_kernels, compile_program, find_nvrtc
+from pdscope.compiler import nvrtc, nvrtc_program
+from pdscope.compiler.nvrtc import Nvrtc, compile_kernels, find_nvrtc
 from pdscope.errors import TargetError
 from pdscope.plan_check import image_arch
 
@@ -74,7 +76,7 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the version of PTX ---
 
 
-def test_ptx_is_what_the_oldest_driver_takes(found: Nvrtc, cache: Path) -> None:
+def test_ptx_is_what_the_oldest_driver_takes(found: Nvrtc) -> None:
     most = nvrtc.PTX_OF_CUDA[nvrtc.OLDEST_DRIVER]
     text = compile_kernels(found, nvrtc.PTX_ARCH).decode()
     version = re.search(r"^\.version (\d+)\.(\d+)$", text, re.MULTILINE)
@@ -198,20 +200,34 @@ def test_no_library_that_is_not_asked_for(tmp_path: Path) -> None:
 # --- compiling ---
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90"])
-def test_a_cubin_needs_no_gpu(found: Nvrtc, cache: Path, arch: str) -> None:
-    """Holds: "`--gpu-arch` cross-compiles with no GPU present (in CI)"."""
-    assert image_arch(compile_kernels(found, arch)) == arch
+def test_a_cubin_needs_no_gpu(found: Nvrtc) -> None:
+    """Holds: "`--gpu-arch` cross-compiles with no GPU present (in CI)"; of all kernels."""
+    assert image_arch(compile_kernels(found, "sm_90")) == "sm_90"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "compute_80"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "compute_80"])
+def test_one_kernel(found: Nvrtc, cache: Path, kernels: Kernels, arch: str) -> None:
+    kernels(scale=KERNEL)
+    image = compile_kernels(found, arch)
+    assert image_arch(image) == arch and b"scale" in image
+    if arch == "compute_80":
+        assert b".entry scale(" in image and b".maxntid 256" in image
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_the_kernels_give_no_remarks(found: Nvrtc, arch: str) -> None:
     files = runtime_c.gpu_kernel_files()
-    program = "".join(f'#include "{name}"\n' for name in files if name.endswith(".cu"))
-    assert compile_program(found, program, files, arch).log == ""
+    options = (*nvrtc._OPTIONS, "-fdevice-syntax-only")
+    if found.cuda < (12, 8):
+        pytest.skip("an NVRTC that cannot look at syntax alone")
+    lib, ptx = nvrtc_program.load(found.path), arch.replace("sm", "compute")
+    program = nvrtc.program_of(files)
+    assert nvrtc_program.compile_program(lib, program, files, ptx, options).log == ""
+    remarked = "__device__ void f() { int unused; }"
+    assert "177-D" in nvrtc_program.compile_program(lib, remarked, {}, ptx, options).log
 
 
-def test_every_listed_kernel_is_there(found: Nvrtc, cache: Path) -> None:
+def test_every_listed_kernel_is_there(found: Nvrtc) -> None:
     """Those of list.h, where the file that it names is there."""
     text = compile_kernels(found, nvrtc.PTX_ARCH).decode()
     files = runtime_c.gpu_kernel_files()
@@ -223,13 +239,6 @@ def test_every_listed_kernel_is_there(found: Nvrtc, cache: Path) -> None:
         if file in files:
             listed |= {f"pds_cu_{name}" for name in re.findall(r"X\((\w+),", block)}
     assert entries == listed
-
-
-def test_one_kernel(found: Nvrtc, cache: Path, kernels: Kernels) -> None:
-    kernels(scale=KERNEL)
-    text = compile_kernels(found, "compute_80").decode()
-    assert ".entry scale(" in text and ".maxntid 256" in text
-    assert b"scale" in compile_kernels(found, "sm_90")
 
 
 ELSEWHERE = """
@@ -262,12 +271,13 @@ def test_cached_by_content(
     found: Nvrtc, cache: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
+    compile_ = nvrtc._compile
 
-    def counted(used: Nvrtc, program: str, headers: object, arch: str) -> nvrtc.Compiled:
+    def counted(used: Nvrtc, files: Mapping[str, str], arch: str, stop: Event) -> bytes:
         calls.append(arch)
-        return compile_program(used, program, headers, arch)  # type: ignore[arg-type]
+        return compile_(used, files, arch, stop)
 
-    monkeypatch.setattr(nvrtc, "compile_program", counted)
+    monkeypatch.setattr(nvrtc, "_compile", counted)
     kernels(scale=KERNEL)
     first = compile_kernels(found, "sm_80")
     assert compile_kernels(found, "sm_80") == first and calls == ["sm_80"]
@@ -308,3 +318,26 @@ def test_cache_that_cannot_be_written(
     monkeypatch.setenv("PDSCOPE_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(TargetError, match="PDSCOPE_CACHE"):
         compile_kernels(found, "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [("abort()", "it ended with status -6"), ("exit(9)", "it ended with status 9")],
+)
+def test_nvrtc_that_ends_itself(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, what: str, text: str
+) -> None:
+    """A fault of NVRTC's is no end of the compiler."""
+    monkeypatch.setenv("PDSCOPE_NVRTC", str(fake_nvrtc("13.0.88", "9.0", what)))
+    with pytest.raises(TargetError, match=f"for sm_90 with NVRTC 13.0.88 failed: {text}"):
+        compile_kernels(find_nvrtc(), "sm_90")
+
+
+def test_stopped_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-C, in a kernel that takes long."""
+    monkeypatch.setenv("PDSCOPE_NVRTC", str(fake_nvrtc("13.0.88", "9.0", "sleep(600)")))
+    stop, began = Event(), time.monotonic()
+    Timer(0.2, stop.set).start()
+    with pytest.raises(TargetError, match="status -9"):
+        compile_kernels(find_nvrtc(), "sm_90", stop)
+    assert time.monotonic() - began < 60

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.assets import BUNDLED
 from support.damage import edit_plan
-from support.plans import PlanStore
+from support.plans import PlanStore, small_gpu_plan
 from support.runs import KINDS, kind_plan
 
 from pdscope.plan import Plan
@@ -98,10 +98,11 @@ def reseal(plan: Path, name: str, data: bytes) -> list[str]:
             pytest.param(lambda p, d=dtype: p.compile(MODEL, dtype=d), id=dtype)
             for dtype in ("bf16", "int8", "int4")
         ),
+        pytest.param(small_gpu_plan, id="gpu"),
     ],
 )
 def test_sound_plans(plans: PlanStore, make: Callable[[PlanStore], Path]) -> None:
-    """Every attention kind and dtype."""
+    """Every attention kind and dtype, and one for a GPU."""
     assert check_plan(Plan.open(make(plans))) == []
 
 
