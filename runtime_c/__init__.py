@@ -29,6 +29,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/host.c",
     "src/map.c",
     "src/pool.c",
+    "src/dummy.c",
     "src/weights.c",
     "src/dispatch.c",
     "src/program.c",

@@ -64,7 +64,7 @@ typedef struct pds_engine pds_engine;
 typedef struct pds_session pds_session;
 
 enum { PDS_PIN_AUTO = 0, PDS_PIN_ON = 1, PDS_PIN_OFF = 2 };
-enum { PDS_WEIGHTS_AUTO = 0, PDS_WEIGHTS_MMAP = 1, PDS_WEIGHTS_COPY = 2 };
+enum { PDS_WEIGHTS_AUTO = 0, PDS_WEIGHTS_MMAP = 1, PDS_WEIGHTS_COPY = 2, PDS_WEIGHTS_DUMMY = 3 };
 enum { PDS_CACHE_PREFETCH_AUTO = 0, PDS_CACHE_PREFETCH_ON = 1, PDS_CACHE_PREFETCH_OFF = 2 };
 enum { PDS_NET_PREFILL = 0, PDS_NET_DECODE = 1 }; /* decode: steps in which each row is of another sequence */
 enum { PDS_LEARN_PREFILL = 128, PDS_LEARN_DECODE = 32 }; /* tokens that a layer keeps of each phase */
@@ -75,7 +75,8 @@ typedef struct pds_engine_options {
   const char *isa;      /* force a kernel path by name, or NULL: PDSCOPE_ISA, else the best one */
   int32_t threads;      /* workers, the caller of pds_step included; 0: one per usable physical core */
   int32_t pin;          /* PDS_PIN_ON: each worker stays on one core, and so does the caller of pds_step within it */
-  int32_t weights;      /* PDS_WEIGHTS_MMAP: page cache; PDS_WEIGHTS_COPY: huge pages; PDS_WEIGHTS_AUTO: copied if memory allows */
+  int32_t weights;      /* PDS_WEIGHTS_MMAP: page cache; PDS_WEIGHTS_COPY: huge pages; PDS_WEIGHTS_AUTO: copied if memory allows;
+                         * PDS_WEIGHTS_DUMMY: huge pages of random values, for benchmarks: no file is read */
   int32_t cache_prefetch; /* PDS_CACHE_PREFETCH_AUTO: where steps are measured to gain by it */
   int32_t gpu;            /* 0: everything runs on the CPU; n: with GPU n - 1, by the plan's programs for one */
   const char *gpu_driver; /* the CUDA driver's library; NULL: libcuda.so.1 */
@@ -100,9 +101,9 @@ typedef struct pds_engine_info {
   uint64_t learner_bytes; /* and of the tokens kept for the learner */
   uint32_t cores;         /* physical cores that the process may use */
   uint32_t numa_nodes;    /* that these cores belong to */
-  int32_t weights;        /* PDS_WEIGHTS_MMAP or PDS_WEIGHTS_COPY: what was done */
+  int32_t weights;        /* PDS_WEIGHTS_MMAP, PDS_WEIGHTS_COPY or PDS_WEIGHTS_DUMMY: what was done */
   uint32_t weights_nodes; /* NUMA nodes that the copy is interleaved over; 0: left to the operating system */
-  uint64_t weights_copy_bytes; /* anonymous memory of the copy; 0 when mapped */
+  uint64_t weights_copy_bytes; /* anonymous memory of the copy, or of the dummy; 0 when mapped */
   uint64_t weights_huge_bytes; /* of it in huge pages, when it was loaded */
   const char *weights_why; /* what decided so; lives as long as the engine, as do cpus and cpus_why */
   const char *cpus;        /* pinned: for each worker the first CPU of its core, "0,2,4,6"; not pinned: "" */
@@ -365,6 +366,11 @@ pds_status pds_measure(pds_session *session, const pds_measurement *asked, int64
  * experts of its target, k as many as a layer of this plan chooses at most; the caller keeps them alive. NULL: none.
  * For tests, and for models whose routing nothing can learn. Results of steps do not depend on it. */
 pds_status pds_session_set_predictions(pds_session *session, const uint16_t *ids, uint32_t tokens);
+/* From now on gates choose these at a position, of whatever sequence, modulo `tokens`, all with the weight 1 / top_k,
+ * whatever their input is. ids [tokens][layers][k]: experts of the layer, none twice a token, k as many as a layer of
+ * this plan chooses at most; of layers without a gate nothing is read. The caller keeps them alive. NULL: gates
+ * choose for themselves. For benchmarks of random weights: this does change the results of steps. */
+pds_status pds_session_set_routes(pds_session *session, const uint16_t *ids, uint32_t tokens);
 void pds_cancel(pds_session *session); /* from any thread: the running step, or else the next one, returns PDS_ERR_CANCELLED */
 pds_status pds_session_get_stats(const pds_session *session, pds_session_stats *out_stats);
 pds_status pds_session_set_tap(pds_session *session, pds_tap_fn fn, void *user); /* NULL: none */

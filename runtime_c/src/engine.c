@@ -205,8 +205,9 @@ static pds_status check_options(const pds_engine_options *options) {
                     PDS_MAX_THREADS);
   if (options->pin < PDS_PIN_AUTO || options->pin > PDS_PIN_OFF)
     return pds_fail(PDS_ERR_ARGUMENT, "pin %d: expected 0 (auto), 1 (on) or 2 (off)", options->pin);
-  if (options->weights < PDS_WEIGHTS_AUTO || options->weights > PDS_WEIGHTS_COPY)
-    return pds_fail(PDS_ERR_ARGUMENT, "weights %d: expected 0 (auto), 1 (mmap) or 2 (copy)",
+  if (options->weights < PDS_WEIGHTS_AUTO || options->weights > PDS_WEIGHTS_DUMMY)
+    return pds_fail(PDS_ERR_ARGUMENT,
+                    "weights %d: expected 0 (auto), 1 (mmap), 2 (copy) or 3 (dummy)",
                     options->weights);
   if (options->cache_prefetch < PDS_CACHE_PREFETCH_AUTO ||
       options->cache_prefetch > PDS_CACHE_PREFETCH_OFF)

@@ -60,6 +60,8 @@ struct pds_session {
   void *tap_user;
   const uint16_t *predictions; /* pds_session_set_predictions */
   uint32_t n_predictions;
+  const uint16_t *routes; /* pds_session_set_routes */
+  uint32_t n_routes;
   pds_trace trace;
   pds_llc_list llc; /* of the running step */
   /* Read by pds_session_get_stats while a step runs. */

@@ -26,6 +26,8 @@ pds_status pds_gpu_graph_begin(pds_gpu_step *step) {
   pds_graph *graph = graph_of(step);
   if (graph->exec && graph->key == key) {
     step->graph = PDS_GRAPH_REPLAYED;
+    if (step->host->n_routes)
+      pds_op_take_routes(step->host, step->layer); /* the graph copies them */
     PDS_CUDA_CALL(gpu, "launching a layer's graph", cuGraphLaunch, graph->exec, gpu->compute);
     return PDS_OK;
   }

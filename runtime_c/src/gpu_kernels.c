@@ -446,10 +446,12 @@ static run run_of(const pds_gpu_step *step, uint32_t layer, const char *what) {
 
 uint64_t pds_gpu_shape_key(const pds_gpu_step *step, uint32_t layer) {
   const run r = run_of(step, layer, "attention");
-  const bool normed = step->host->predicts || step->host->learn;
+  const uint64_t normed = step->host->predicts || step->host->learn;
+  const uint64_t given = step->host->n_routes > 0;
   pds_cu_attention p;
   describe_cut(&r, &p);
-  return (uint64_t)p.split_tokens << 32 | (uint64_t)p.splits << 16 | p.rows << 1 | normed;
+  return (uint64_t)p.split_tokens << 32 | (uint64_t)p.splits << 16 | p.rows << 2 | given << 1 |
+         normed;
 }
 
 pds_status pds_gpu_run(pds_gpu_step *step, pds_kernel op, uint32_t layer, uint32_t arg,

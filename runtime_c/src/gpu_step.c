@@ -110,8 +110,14 @@ static pds_status fetch_routes(pds_gpu_step *step) {
   const pds_plan *plan = step->gpu->plan;
   const uint64_t rows = step->host->rows, top_k = plan->layers[step->layer].gate.top_k;
   const uint64_t act = plan->act_dtype == PDS_BF16 ? 2 : 4;
-  PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_ROUTE_ID, 4 * rows * top_k));
-  PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_ROUTE_W, 4 * rows * top_k));
+  if (step->host->n_routes) { /* known beforehand: the GPU is told, behind its gate */
+    pds_op_take_routes(step->host, step->layer);
+    PDS_RETURN_IF_ERROR(to_device(step, PDS_BUF_ROUTE_ID, 4 * rows * top_k));
+    PDS_RETURN_IF_ERROR(to_device(step, PDS_BUF_ROUTE_W, 4 * rows * top_k));
+  } else {
+    PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_ROUTE_ID, 4 * rows * top_k));
+    PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_ROUTE_W, 4 * rows * top_k));
+  }
   PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_XACT, act * rows * hidden_bytes(plan)));
   if (step->host->predicts || step->host->learn) PDS_RETURN_IF_ERROR(fetch_normed(step));
   return PDS_OK;

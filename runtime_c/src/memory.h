@@ -24,7 +24,7 @@
  *   tokens for the learner, one mmap, when it is switched on (learn.h)
  *
  *   weights, mapped: the bytes of each weight file (read-only file mappings, one a file)
- *   weights, copied, one mmap: the sum of the files, each rounded up to PDS_FILE_GRAIN, rounded up
+ *   weights, copied or made up, one mmap: the sum of the files, each rounded up to PDS_FILE_GRAIN, rounded up
  *     to PDS_HUGE
  *
  * A mapping larger than PDS_HUGE begins at a multiple of it.

@@ -105,7 +105,7 @@ pds_gemm_job pds_gate_of(pds_step_ctx *ctx, const pds_gate *gate, float *scores)
 void pds_route(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, float *scores, int32_t *id,
                float *weight);
 /* The same for `row` of the step, from GATE to ROUTE_ID and ROUTE_W. */
-void pds_route_row(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, uint32_t row);
+void pds_route_row(pds_step_ctx *ctx, uint32_t layer, uint32_t worker, uint32_t row);
 
 /* Index of the greatest of x[0..n) that is not used; the lowest index wins a tie. One at least
  * must be unused. */

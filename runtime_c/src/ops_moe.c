@@ -8,6 +8,7 @@
 typedef struct layer_job {
   pds_step_ctx *ctx;
   const pds_layer *layer;
+  uint32_t index; /* of the layer */
   int shared;
 } layer_job;
 
@@ -83,17 +84,36 @@ void pds_route(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, float *
   }
 }
 
-void pds_route_row(pds_step_ctx *ctx, const pds_gate *gate, uint32_t worker, uint32_t row) {
+/* What the caller has set, in place of what the gate would choose. */
+static void take_route(pds_step_ctx *ctx, uint32_t layer, uint32_t row) {
+  const uint32_t k = ctx->plan->layers[layer].gate.top_k;
+  const size_t at = (uint32_t)ctx->position[row] % ctx->n_routes;
+  const uint16_t *said = ctx->routes + (at * ctx->plan->n_layers + layer) * ctx->routes_k;
+  int32_t *id = (int32_t *)pds_buf(ctx, PDS_BUF_ROUTE_ID) + (size_t)row * k;
+  float *weight = (float *)pds_buf(ctx, PDS_BUF_ROUTE_W) + (size_t)row * k;
+  for (uint32_t r = 0; r < k; r++) {
+    id[r] = said[r];
+    weight[r] = 1 / (float)k;
+  }
+}
+
+void pds_op_take_routes(pds_step_ctx *ctx, uint32_t layer) {
+  for (uint32_t row = 0; row < ctx->rows; row++) take_route(ctx, layer, row);
+}
+
+void pds_route_row(pds_step_ctx *ctx, uint32_t layer, uint32_t worker, uint32_t row) {
+  const pds_gate *gate = &ctx->plan->layers[layer].gate;
   const uint32_t k = gate->top_k;
   pds_route(ctx, gate, worker,
             (float *)pds_buf(ctx, PDS_BUF_GATE) + (size_t)row * pds_ceil(gate->experts, PDS_LANES),
             (int32_t *)pds_buf(ctx, PDS_BUF_ROUTE_ID) + (size_t)row * k,
             (float *)pds_buf(ctx, PDS_BUF_ROUTE_W) + (size_t)row * k);
+  if (ctx->n_routes) take_route(ctx, layer, row);
 }
 
 static void route_item(void *arg, uint32_t row, uint32_t worker) {
   const layer_job *job = arg;
-  pds_route_row(job->ctx, &job->layer->gate, worker, row);
+  pds_route_row(job->ctx, job->index, worker, row);
 }
 
 pds_gemm_job pds_gate_of(pds_step_ctx *ctx, const pds_gate *gate, float *scores) {
@@ -102,7 +122,7 @@ pds_gemm_job pds_gate_of(pds_step_ctx *ctx, const pds_gate *gate, float *scores)
 }
 
 void pds_op_gate(pds_step_ctx *ctx, uint32_t layer) {
-  layer_job job = {.ctx = ctx, .layer = &ctx->plan->layers[layer]};
+  layer_job job = {.ctx = ctx, .layer = &ctx->plan->layers[layer], .index = layer};
   pds_gemm_job gemm = pds_gate_of(ctx, &job.layer->gate, pds_buf(ctx, PDS_BUF_GATE));
   pds_run_gemms(ctx, &gemm);
   pds_run_rows(ctx, route_item, &job, ctx->rows, PDS_FEW_ROWS);

@@ -7,7 +7,8 @@
 
 typedef struct predict_job {
   pds_step_ctx *ctx;
-  const pds_gate *gate;   /* of the layer; NULL: routed already */
+  const pds_gate *gate; /* of the layer; NULL: routed already */
+  uint32_t layer;
   const pds_gate *target; /* of the layer that is predicted */
 } predict_job;
 
@@ -16,7 +17,7 @@ static void predict_item(void *arg, uint32_t item, uint32_t worker) {
   const predict_job *job = arg;
   pds_step_ctx *ctx = job->ctx;
   if (job->gate && item >= ctx->rows) {
-    pds_route_row(ctx, job->gate, worker, item - ctx->rows);
+    pds_route_row(ctx, job->layer, worker, item - ctx->rows);
     return;
   }
   const uint32_t k = job->target->top_k;
@@ -29,7 +30,7 @@ static void predict_item(void *arg, uint32_t item, uint32_t worker) {
 
 static void route_item(void *arg, uint32_t row, uint32_t worker) {
   const predict_job *job = arg;
-  pds_route_row(job->ctx, job->gate, worker, row);
+  pds_route_row(job->ctx, job->layer, worker, row);
 }
 
 /* A net's logits: the best top_k, and how sure it is of each. */
@@ -90,8 +91,10 @@ void pds_op_predict(pds_step_ctx *ctx, uint32_t layer) {
 }
 
 static void gate_and_predict(pds_step_ctx *ctx, uint32_t layer) {
-  predict_job job = {
-      .ctx = ctx, .gate = &ctx->plan->layers[layer].gate, .target = target_of(ctx, layer)};
+  predict_job job = {.ctx = ctx,
+                     .gate = &ctx->plan->layers[layer].gate,
+                     .layer = layer,
+                     .target = target_of(ctx, layer)};
   const pds_net *net = pds_net_of(ctx, layer);
   pds_gemm_job own = pds_gate_of(ctx, job.gate, pds_buf(ctx, PDS_BUF_GATE)), other;
   if (!net) {

@@ -153,6 +153,14 @@ static pds_status list_logit_rows(const pds_session *session, const pds_batch *b
   return PDS_OK;
 }
 
+/* Experts that a layer's gate chooses, at most. */
+static uint32_t most_chosen(const pds_plan *plan) {
+  uint32_t most = 0;
+  for (uint32_t i = 0; i < plan->n_layers; i++)
+    if (plan->layers[i].moe && plan->layers[i].gate.top_k > most) most = plan->layers[i].gate.top_k;
+  return most;
+}
+
 static pds_step_ctx context_of(const pds_session *session) {
   pds_engine *engine = session->engine;
   const pds_kv *kv = &session->kv;
@@ -239,6 +247,9 @@ static pds_status run_step(pds_session *session, const pds_batch *batch, pds_log
     ctx.nets = atomic_load_explicit(&engine->nets, memory_order_acquire);
   ctx.predictions = session->predictions;
   ctx.n_predictions = session->n_predictions;
+  ctx.routes = session->routes;
+  ctx.n_routes = session->n_routes;
+  ctx.routes_k = most_chosen(plan);
   ctx.learn = atomic_load_explicit(&engine->learn, memory_order_acquire);
   if (ctx.predicts || ctx.learn) ctx.net_phase = net_phase_of(batch);
   pds_learn_begin(&ctx);
@@ -344,6 +355,39 @@ pds_status pds_session_set_predictions(pds_session *session, const uint16_t *ids
   if (status == PDS_OK) {
     session->predictions = ids;
     session->n_predictions = ids ? tokens : 0;
+  }
+  return leave(session, status);
+}
+
+static pds_status check_routes(const pds_plan *plan, const uint16_t *ids, uint32_t tokens) {
+  const uint32_t most = most_chosen(plan);
+  if (!tokens || !most)
+    return pds_fail(PDS_ERR_ARGUMENT, "routes: %s",
+                    tokens ? "the plan has no layer with experts" : "of no token; expected 1");
+  for (uint32_t t = 0; t < tokens; t++)
+    for (uint32_t layer = 0; layer < plan->n_layers; layer++, ids += most) {
+      if (!plan->layers[layer].moe) continue;
+      const pds_gate *gate = &plan->layers[layer].gate;
+      for (uint32_t r = 0; r < gate->top_k; r++) {
+        bool twice = false;
+        for (uint32_t i = 0; i < r; i++) twice |= ids[i] == ids[r];
+        if (twice || ids[r] >= gate->experts)
+          return pds_fail(
+              PDS_ERR_ARGUMENT,
+              "routes: token %u, layer %u: expert %u%s, expected %u different ones of 0 "
+              "to %u",
+              t, layer, ids[r], twice ? " twice" : "", gate->top_k, gate->experts - 1);
+      }
+    }
+  return PDS_OK;
+}
+
+pds_status pds_session_set_routes(pds_session *session, const uint16_t *ids, uint32_t tokens) {
+  PDS_RETURN_IF_ERROR(enter(session));
+  pds_status status = ids ? check_routes(session->engine->plan, ids, tokens) : PDS_OK;
+  if (status == PDS_OK) {
+    session->routes = ids;
+    session->n_routes = ids ? tokens : 0;
   }
   return leave(session, status);
 }

@@ -50,6 +50,8 @@ typedef struct pds_step_ctx {
   const uint32_t *length;          /* tokens of each sequence before the step */
   const uint16_t *predictions; /* [n_predictions][n_layers][last_top_k] in place of predictors' */
   uint32_t n_predictions;
+  const uint16_t *routes; /* [n_routes][n_layers][routes_k] in place of gates' */
+  uint32_t n_routes, routes_k;
   struct pds_learn *learn; /* learn.h; NULL: nothing is kept */
 } pds_step_ctx;
 
@@ -79,6 +81,8 @@ void pds_op_attention(pds_step_ctx *ctx, uint32_t layer);
 /* dense layer: XACT -> HID += mlp */
 void pds_op_mlp(pds_step_ctx *ctx, uint32_t layer);
 void pds_op_gate(pds_step_ctx *ctx, uint32_t layer); /* XN -> ROUTE_ID, ROUTE_W */
+/* routes -> ROUTE_ID, ROUTE_W, of all rows: what the gate of a step with routes gives */
+void pds_op_take_routes(pds_step_ctx *ctx, uint32_t layer);
 /* XN, XACT, ROUTE_ID, ROUTE_W -> PREDICT_ID, PREDICT_W: which experts of the predictor's target each
  * of the rows that predict will choose */
 void pds_op_predict(pds_step_ctx *ctx, uint32_t layer);

@@ -1,4 +1,4 @@
-/* weights.c: mapping or copying weight files.
+/* weights.c: mapping or copying weight files, or making weights up.
  *
  * Why copy: a decode step reads gigabytes at a stride of gigabytes, so with the page cache's 4 KiB
  * pages much of its time goes to page walks, and hardware prefetch stops at each page's end. */
@@ -18,6 +18,7 @@
 #include <sys/syscall.h>
 #endif
 
+#include "dummy.h"
 #include "map.h"
 #include "memory.h"
 
@@ -44,6 +45,30 @@ static uint32_t interleave(void *base, uint64_t bytes, const pds_host *host) {
   (void)host;
   return 0;
 #endif
+}
+
+/* One mapping with a place for each file. */
+static pds_status take_memory(const pds_plan *plan, const pds_host *host,
+                              const unsigned char **files, pds_weights *out) {
+  void *base;
+  uint64_t total = pds_layout_weights(plan);
+  PDS_RETURN_IF_ERROR(pds_map_anon(total, "weights", &base));
+  out->copy = base;
+  out->copy_bytes = total;
+  out->nodes = interleave(base, total, host);
+  pds_advise_huge(base, total);
+  unsigned char *to = base;
+  for (uint32_t i = 0; i < plan->n_files; i++) {
+    files[i] = to;
+    out->bytes += plan->files[i].bytes;
+    to += pds_round_up(plan->files[i].bytes, PDS_FILE_GRAIN);
+  }
+  return PDS_OK;
+}
+
+static void is_filled(pds_weights *out) {
+  pds_let_write(out->copy, out->copy_bytes, false); /* a refusal only costs a safeguard */
+  out->huge_bytes = pds_host_huge_bytes(out->copy, out->copy_bytes);
 }
 
 /* --- copying --- */
@@ -131,26 +156,32 @@ static pds_status copy_file(const pds_plan *plan, uint32_t index, int dir_fd, pd
 
 pds_status pds_weights_copy(const pds_plan *plan, int dir_fd, const pds_host *host, pds_pool *pool,
                             bool past_cache, const unsigned char **files, pds_weights *out) {
-  void *base;
-  uint64_t total = pds_layout_weights(plan);
-  PDS_RETURN_IF_ERROR(pds_map_anon(total, "weights", &base));
-  out->copy = base;
-  out->copy_bytes = total;
-  out->nodes = interleave(base, total, host);
-  pds_advise_huge(base, total);
+  PDS_RETURN_IF_ERROR(take_memory(plan, host, files, out));
   pds_status status = PDS_OK;
-  unsigned char *to = base;
   pds_pool_open(pool);
-  for (uint32_t i = 0; i < plan->n_files && status == PDS_OK; i++) {
-    status = copy_file(plan, i, dir_fd, pool, past_cache, to);
-    files[i] = to;
-    out->bytes += plan->files[i].bytes;
-    to += pds_round_up(plan->files[i].bytes, PDS_FILE_GRAIN);
-  }
+  for (uint32_t i = 0; i < plan->n_files && status == PDS_OK; i++)
+    status = copy_file(plan, i, dir_fd, pool, past_cache, (unsigned char *)(uintptr_t)files[i]);
   pds_pool_close(pool);
   PDS_RETURN_IF_ERROR(status);
-  pds_let_write(base, total, false);
-  out->huge_bytes = pds_host_huge_bytes(base, total);
+  is_filled(out);
+  return PDS_OK;
+}
+
+/* --- making up --- */
+
+static pds_status make_up(const pds_plan *plan, const pds_host *host, pds_pool *pool,
+                          const unsigned char **files, pds_weights *out) {
+  const uint64_t need = pds_layout_weights(plan), available = pds_host_memory("");
+  if (need > available) /* the system would give it, and kill the process while it is filled */
+    return pds_fail(PDS_ERR_MEMORY,
+                    "dummy weights: %llu MiB, but %llu MiB of memory are available; compile the "
+                    "model with fewer layers, or for int8 or int4",
+                    (unsigned long long)need >> 20, (unsigned long long)available >> 20);
+  PDS_RETURN_IF_ERROR(take_memory(plan, host, files, out));
+  pds_pool_open(pool);
+  pds_dummy_fill(plan, pool, files);
+  pds_pool_close(pool);
+  is_filled(out);
   return PDS_OK;
 }
 
@@ -202,6 +233,7 @@ pds_status pds_weights_load(const pds_plan *plan, int dir_fd, int32_t asked, con
   } else {
     snprintf(out->why, sizeof out->why, "asked for");
   }
+  if (out->mode == PDS_WEIGHTS_DUMMY) return make_up(plan, host, pool, files, out);
   if (out->mode == PDS_WEIGHTS_COPY && need > 0) {
     /* What stays in the page cache makes the next load faster, but is memory in use twice: only
      * where there is plenty. */

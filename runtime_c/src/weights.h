@@ -1,4 +1,4 @@
-/* weights.h: a plan's weight files in memory, mapped or copied. */
+/* weights.h: a plan's weight files in memory, mapped, copied or made up. */
 #ifndef PDS_WEIGHTS_H
 #define PDS_WEIGHTS_H
 
@@ -10,7 +10,7 @@
 #include "pdscope.h"
 
 typedef struct pds_weights {
-  int32_t mode; /* PDS_WEIGHTS_MMAP or PDS_WEIGHTS_COPY, once loaded */
+  int32_t mode; /* PDS_WEIGHTS_MMAP, PDS_WEIGHTS_COPY or PDS_WEIGHTS_DUMMY, once loaded */
   unsigned char *copy;
   uint64_t bytes;      /* of the files */
   uint64_t copy_bytes; /* of `copy`; 0: mapped */
@@ -24,6 +24,7 @@ typedef struct pds_weights {
  * PDS_WEIGHTS_MMAP: page cache, read as it is used. PDS_WEIGHTS_COPY: all files are read, in
  * parallel, to one anonymous mapping of huge pages (memory.h), interleaved over the host's nodes.
  * PDS_WEIGHTS_AUTO: the copy where memory is there for it with room to spare, else the map.
+ * PDS_WEIGHTS_DUMMY: memory as the copy's, filled by pds_dummy_fill(); no file is opened.
  * On failure what there is stays in `out`, for pds_weights_unload(). */
 pds_status pds_weights_load(const pds_plan *plan, int dir_fd, int32_t asked, const pds_host *host,
                             pds_pool *pool, const unsigned char **files, pds_weights *out);

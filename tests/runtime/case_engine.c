@@ -428,6 +428,43 @@ typedef struct crowd {
   uint32_t seed;
 } crowd;
 
+/* --- routes of the caller's --- */
+
+static float experts_of(fixture *f, int32_t seq) {
+  rows r = {0};
+  add_row(&r, f, seq, 5, true);
+  pds_logits logits = {0};
+  if (!CHECK_OK(run(f, &r, &logits))) return 0;
+  adopt(f, &r);
+  return logits.data[3] - 100;
+}
+
+static void routes(pds_engine *engine) {
+  fixture f;
+  open_session(&f, engine);
+  /* Of the dense layer nothing is read. */
+  uint16_t ids[2][FAKE_LAYERS][FAKE_TOP_K] = {{{99, 99}, {3, 1}}, {{99, 99}, {2, 3}}};
+  CHECK_OK(pds_session_set_routes(f.session, &ids[0][0][0], 2));
+  for (int turn = 0; turn < 2; turn++) {
+    CHECK_EQ(experts_of(&f, 0), 4 + 2);
+    CHECK_EQ(experts_of(&f, 0), 3 + 4);
+  }
+  CHECK_EQ(experts_of(&f, 1), 4 + 2); /* by position, of whatever sequence */
+  ids[1][1][0] = 3;
+  CHECK_STATUS(pds_session_set_routes(f.session, &ids[0][0][0], 2), PDS_ERR_ARGUMENT,
+               "routes: token 1, layer 1: expert 3 twice, expected 2 different ones of 0 to 3");
+  ids[1][1][0] = FAKE_EXPERTS;
+  CHECK_STATUS(pds_session_set_routes(f.session, &ids[0][0][0], 2), PDS_ERR_ARGUMENT,
+               "expert 4, expected 2 different ones");
+  CHECK_STATUS(pds_session_set_routes(f.session, &ids[0][0][0], 0), PDS_ERR_ARGUMENT, "no token");
+  ids[1][1][0] = 2;
+  CHECK_EQ(experts_of(&f, 1), 3 + 4); /* as before */
+  CHECK_OK(pds_session_set_routes(f.session, NULL, 0));
+  CHECK_EQ(experts_of(&f, 1), 2 + 3); /* token 5's own */
+  CHECK_STATUS(pds_session_set_routes(NULL, NULL, 0), PDS_ERR_ARGUMENT, "null");
+  pds_session_destroy(f.session);
+}
+
 static void *crowd_main(void *argument) {
   crowd *c = argument;
   fixture f;
@@ -556,6 +593,7 @@ void case_engine(void) {
     sequences(engine);
     cancelling(engine);
     tracing(engine);
+    routes(engine);
     crowded(engine);
     cancelled_from_aside(engine);
     pds_engine_destroy(engine);

@@ -118,6 +118,7 @@ static void open_bench(bench *b, const char *settings) {
   gpu->pinned = b->host;
   gpu->expert_bytes = EXPERT;
   gpu->residency.ring = RING;
+  gpu->link.depth = PDS_LINK_IN_FLIGHT;
   gpu->step = &b->step;
   CHECK_EQ(gpu->cuda.cuMemAlloc(&gpu->slots, (size_t)RING * EXPERT), CUDA_SUCCESS);
   CHECK_EQ(gpu->cuda.cuStreamCreateWithPriority(&gpu->compute, 1, 0), CUDA_SUCCESS);
@@ -279,6 +280,30 @@ static void *steps(void *argument) {
   return NULL;
 }
 
+/* Routes that the caller gives reach recompile, the CPU's experts and the GPU's combine. */
+static void routed(pds_engine *engine) {
+  pds_session *session;
+  const pds_session_options options = {.max_seqs = 1};
+  if (!CHECK_OK(pds_session_create(engine, &options, &session))) return;
+  const uint16_t ids[3][FAKE_LAYERS][FAKE_TOP_K] = {
+      {{0, 0}, {1, 3}}, {{0, 0}, {0, 2}}, {{0, 0}, {3, 2}}};
+  CHECK_OK(pds_session_set_routes(session, &ids[0][0][0], 3));
+  const int32_t seq[FAKE_ROWS] = {0};
+  int32_t tokens[FAKE_ROWS] = {0}, position[FAKE_ROWS];
+  const uint32_t sizes[] = {20, 1, 1, 3, 1, 17};
+  uint32_t done = 0;
+  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+    for (uint32_t k = 0; k < sizes[i]; k++) position[k] = (int32_t)(done + k);
+    const pds_batch batch = {sizes[i], tokens, position, seq, NULL};
+    pds_logits logits;
+    if (!CHECK_OK(pds_step(session, &batch, &logits))) break;
+    done += sizes[i];
+    const uint16_t *last = ids[(done - 1) % 3][1];
+    CHECK_EQ(logits.data[3], 100 + last[0] + 1 + last[1] + 1);
+  }
+  pds_session_destroy(session);
+}
+
 enum { THREADS = 3 };
 
 static void engine(const char *settings, int32_t weights) {
@@ -316,6 +341,7 @@ static void engine(const char *settings, int32_t weights) {
     }
     CHECK_OK(pds_engine_get_ledger(engine, ledger));
     CHECK((ledger[1].loads > 0) == (strcmp(policies[p], "static") != 0));
+    routed(engine);
   }
   schedule.policy = "fastest";
   CHECK_STATUS(pds_engine_set_schedule(engine, &schedule), PDS_ERR_ARGUMENT,

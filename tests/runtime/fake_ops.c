@@ -76,8 +76,21 @@ void pds_op_mlp(pds_step_ctx *ctx, uint32_t layer) {
   for (uint32_t r = 0; r < ctx->rows; r++) hid(ctx, r)[4] += 1;
 }
 
+void pds_op_take_routes(pds_step_ctx *ctx, uint32_t layer) {
+  int32_t *id = pds_buf(ctx, PDS_BUF_ROUTE_ID);
+  float *w = pds_buf(ctx, PDS_BUF_ROUTE_W);
+  for (uint32_t i = 0; i < ctx->rows * FAKE_TOP_K; i++) {
+    const size_t at = (uint32_t)ctx->position[i / FAKE_TOP_K] % ctx->n_routes;
+    id[i] = ctx->routes[(at * FAKE_LAYERS + layer) * ctx->routes_k + i % FAKE_TOP_K];
+    w[i] = 1.0f / FAKE_TOP_K;
+  }
+}
+
 void pds_op_gate(pds_step_ctx *ctx, uint32_t layer) {
-  (void)layer;
+  if (ctx->n_routes) {
+    pds_op_take_routes(ctx, layer);
+    return;
+  }
   int32_t *id = pds_buf(ctx, PDS_BUF_ROUTE_ID);
   float *w = pds_buf(ctx, PDS_BUF_ROUTE_W);
   for (uint32_t i = 0; i < ctx->rows * FAKE_TOP_K; i++) {
