@@ -9,7 +9,6 @@ the sum of its products' magnitudes, and by a rounding to bf16 where y is bf16.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -118,7 +117,7 @@ def check(case: Case) -> np.ndarray:
     x = aligned(act_array(x_values, case.act))
     x_exact = from_act(x, case.act).astype(np.float64)[..., : case.k]
     x_index = None
-    source = np.arange(total)
+    source: np.ndarray = np.arange(total)
     if case.gather:
         x_index = rng.integers(0, x_rows * case.gather, total).astype(np.int32)
         source = x_index // case.gather
@@ -271,7 +270,7 @@ def test_many_rows(case: Case) -> None:
 
 @pytest.mark.parametrize("rows", [(3, 16), (40, 30)])
 def test_neighbours_do_not_matter(rows: tuple[int, int]) -> None:
-    """A row's result is the same bits whatever other rows and experts a call has, among the
+    """A row of an expert has the same bits whatever other rows and experts a call has, among the
     kernels for few rows and among those for many."""
     both = Case(rows=rows, k=160, cols=40, experts=True)
     y = check(both)
@@ -279,16 +278,12 @@ def test_neighbours_do_not_matter(rows: tuple[int, int]) -> None:
     blobs = [weights(both, rng)[0] for _ in rows]
     x = aligned(bf16_bits(rng.standard_normal((sum(rows), 1, both.k)).astype(np.float32)))
     alone = aligned(np.zeros((rows[1], both.cols), np.float32))
-    p = one(blobs[1], np.ascontiguousarray(x[rows[0] :, 0]), alone, both)
+    x = aligned(x[rows[0] :, 0])
+    w = aligned(blobs[1])
+    p = simt.params(
+        "pds_cu_gemm", x=x, y=alone, panel_bytes=len(w) // 3, x_stride=160, y_stride=40, k=160,
+        k_pad=160, cols=40, count=1, n_holes=1, w_dtype=2, act_dtype=2,
+    )  # fmt: skip
+    p.holes[0].at, p.holes[0].rows = simt.ffi().cast("uint8_t *", w.ctypes.data), rows[1]
     simt.launch_as(simt.library().pds_cu_shape_gemm(simt.device(), p), p)
     assert np.array_equal(alone, y[rows[0] : sum(rows), 0])
-
-
-def one(blob: np.ndarray, x: np.ndarray, y: np.ndarray, case: Case) -> Any:
-    w = aligned(blob)
-    x = aligned(x)
-    return simt.params(
-        "pds_cu_gemm", x=x, w=w, y=y, panel_bytes=len(w) // -(-case.cols // 16),
-        x_stride=x.shape[1], y_stride=y.shape[1], rows=len(x), k=case.k,
-        k_pad=-(-case.k // 32) * 32, cols=case.cols, count=1, w_dtype=2, act_dtype=2,
-    )  # fmt: skip
