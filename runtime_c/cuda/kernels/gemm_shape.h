@@ -22,9 +22,10 @@ enum {
   GEMM_SCALAR_LINE = GEMM_SCALAR_ROWS + 4, /* floats; a k's rows of x in shared memory */
   GEMM_SCALAR_SHARED = GEMM_SCALAR_K * (GEMM_SCALAR_LINE + GEMM_SCALAR_PANELS * 16) * 4,
 
-  GEMM_FEW_ROWS =
-      4, /* of a block of the scalar kernel for few rows, which takes one panel, or two */
+  /* of a block of the scalar kernel for few rows, which takes one panel, or a pair in swiglu */
+  GEMM_FEW_ROWS = 4,
   GEMM_FEW_WARPS = 16,
+  GEMM_FEW_AHEAD = 8, /* loads of a thread under way together */
   GEMM_FEW_SHARED = 2 * GEMM_FEW_WARPS * GEMM_FEW_ROWS * 16 * 4,
 
   /* pds_cu_gemm.free */
