@@ -52,12 +52,13 @@ static pds_cu_launch scalar(const pds_cu_gemm *g, uint32_t most) {
 }
 
 static pds_cu_launch stream(const pds_cu_gemm *g) {
+  const uint32_t warps = g->n_holes ? GEMM_EXPERT_WARPS : GEMM_DENSE_WARPS;
   return (pds_cu_launch){.kernel = g->w_dtype == PDS_CU_BF16 ? PDS_CU_gemm_stream_bf16
                                    : g->w_dtype == PDS_CU_I8 ? PDS_CU_gemm_stream_i8
                                                              : PDS_CU_gemm_stream_i4,
                          .grid = {parts_of(panels_of(g), 2), matrices(g), 1},
-                         .threads = GEMM_STREAM_WARPS * 32,
-                         .shared_bytes = GEMM_STREAM_SHARED};
+                         .threads = warps * 32,
+                         .shared_bytes = GEMM_STREAM_SHARED(warps)};
 }
 
 static uint32_t tiles_of(const pds_cu_gemm *g, uint32_t i, uint32_t rows) {
@@ -96,6 +97,7 @@ static pds_cu_launch tiled(const pds_cu_device *device, pds_cu_gemm *g) {
                               : bits == 8 ? PDS_CU_gemm_i8_128
                                           : PDS_CU_gemm_i4_128;
   const uint32_t bytes = GEMM_TILE_STAGE(rows, bits), stages = stages_of(device, bytes, tile);
+  const uint32_t end = GEMM_TILE_END(rows);
   g->free |= stages;
   uint32_t tiles = 0;
   for (uint32_t i = 0; i < g->n_holes; i++) {
@@ -106,7 +108,7 @@ static pds_cu_launch tiled(const pds_cu_device *device, pds_cu_gemm *g) {
   return (pds_cu_launch){.kernel = (pds_cu_kernel)(first + tile),
                          .grid = {tiles, g->n_holes ? 1 : g->count, 1},
                          .threads = GEMM_TILE_THREADS,
-                         .shared_bytes = stages * bytes};
+                         .shared_bytes = stages * bytes > end ? stages * bytes : end};
 }
 
 pds_cu_launch pds_cu_shape_gemm(const pds_cu_device *device, pds_cu_gemm *g) {

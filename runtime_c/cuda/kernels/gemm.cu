@@ -13,30 +13,37 @@
 
 #include "gemm_scalar.h"
 
-/* The end of a stream kernel: sums of the block's warps are added up and written. A lane's sum[i] is
- * that of column 4 t + i: row g of the first panel, of the second one, then row g + 8 of both. */
-PDS_FN void gemm_stream_finish(const pds_cu_gemm *p, const gemm_part *part, float (*sum)[4]) {
+/* The row whose sums this thread finishes in a stream kernel. */
+PDS_FN uint32_t gemm_stream_row(void) {
+  return PDS_LANE / 4 + 8 * (PDS_WARP % 2);
+}
+
+/* The end of a stream kernel: sums of the block's warps, an even number of them, are added up and
+ * written. A lane's sum[i] is that of column 4 t + i: row g of the first panel, of the second one, then
+ * row g + 8 of both. y_at: gemm_y_at of this thread's row. */
+PDS_FN void gemm_stream_finish(const pds_cu_gemm *p, const gemm_part *part, float (*sum)[4],
+                               uint64_t y_at) {
+  const uint32_t warps = PDS_THREADS / 32;
   float *parts = (float *)PDS_SHARED; /* [warp][16][lane] */
   PDS_UNROLL
   for (uint32_t i = 0; i < 16; i++) parts[(PDS_WARP * 16 + i) * 32 + PDS_LANE] = sum[i / 4][i % 4];
   pds_sync();
-  const uint32_t i = PDS_WARP / 2, half = PDS_WARP % 2;
-  const uint32_t row = PDS_LANE / 4 + 8 * half, in_panel = PDS_LANE % 4 * 4 + i;
-  float total[2] = {0, 0};
-  if (row < part->rows) {
-    PDS_UNROLL
-    for (uint32_t w = 0; w < GEMM_STREAM_WARPS; w++) {
-      total[0] += parts[(w * 16 + i * 4 + half * 2) * 32 + PDS_LANE];
-      total[1] += parts[(w * 16 + i * 4 + half * 2 + 1) * 32 + PDS_LANE];
-    }
-    const uint64_t at = gemm_y_at(p, part, row);
-    if (p->swiglu) {
-      const uint32_t col = PDS_BLOCK_X * 16 + in_panel;
-      gemm_put(p, part->y, at + col, col, gemm_silu(total[0]) * total[1]);
-    } else {
-      const uint32_t col = PDS_BLOCK_X * 32 + in_panel;
-      gemm_put(p, part->y, at + col, col, total[0]);
-      gemm_put(p, part->y, at + col + 16, col + 16, total[1]);
+  if (gemm_stream_row() < part->rows) {
+    for (uint32_t pair = PDS_WARP; pair < 8; pair += warps) {
+      const uint32_t i = pair / 2, half = pair % 2, in_panel = PDS_LANE % 4 * 4 + i;
+      float a = 0, b = 0;
+      for (uint32_t w = 0; w < warps; w++) {
+        a += parts[(w * 16 + i * 4 + half * 2) * 32 + PDS_LANE];
+        b += parts[(w * 16 + i * 4 + half * 2 + 1) * 32 + PDS_LANE];
+      }
+      if (p->swiglu) {
+        const uint32_t col = PDS_BLOCK_X * 16 + in_panel;
+        gemm_put(p, part->y, y_at + col, col, gemm_silu(a) * b);
+      } else {
+        const uint32_t col = PDS_BLOCK_X * 32 + in_panel;
+        gemm_put(p, part->y, y_at + col, col, a);
+        gemm_put(p, part->y, y_at + col + 16, col + 16, b);
+      }
     }
   }
   if ((PDS_BLOCK_X + 1) * 2 >= gemm_panels(p)) gemm_zero_pad(p, part, 0, part->rows);

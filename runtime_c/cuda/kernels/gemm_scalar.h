@@ -33,6 +33,30 @@ PDS_FN const uint8_t *gemm_x_row(const pds_cu_gemm *p, const gemm_part *part, ui
   return part->x + gemm_x_at(p, part, r) * gemm_act_bytes(p);
 }
 
+/* What a thread fetches of a stage of the scalar kernel: 4 k of a row of x, one k of 4 columns. NULL:
+ * zeros. */
+typedef struct gemm_fetch {
+  const uint8_t *row, *panel;
+  uint32_t x_k, w_k, quad;
+} gemm_fetch;
+
+PDS_FN void gemm_fetch_stage(const pds_cu_gemm *p, const gemm_fetch *f, uint32_t base,
+                             uint32_t x_end, float *x, float *w) {
+  PDS_UNROLL
+  for (uint32_t i = 0; i < 4; i++) {
+    const uint32_t k = base + f->x_k + i;
+    x[i] = f->row && k < x_end ? gemm_x_value(p, f->row, k) : 0;
+    w[i] = 0;
+  }
+  const uint32_t k = base + f->w_k, word_k = gemm_word_k(p);
+  if (!f->panel || k >= p->k_pad) return;
+  const pds_u4 v = pds_load16(f->panel + (uint64_t)(k / word_k) * 64 + f->quad * 16);
+  const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+  PDS_UNROLL
+  for (uint32_t i = 0; i < 4; i++)
+    w[i] = gemm_value(p, word[i], k % word_k) * gemm_scale(p, f->panel, k, f->quad * 4 + i);
+}
+
 /* 64 rows by 4 panels. A thread has 4 rows, and 2 columns of both panels of a pair; each sum is one
  * chain of multiply-adds over k. */
 PDS_KERNEL(pds_cu_gemm_scalar, pds_cu_gemm, GEMM_SCALAR_THREADS) {
@@ -40,40 +64,34 @@ PDS_KERNEL(pds_cu_gemm_scalar, pds_cu_gemm, GEMM_SCALAR_THREADS) {
   const uint32_t low = PDS_BLOCK_X * GEMM_SCALAR_ROWS;
   if (low >= part.rows) return;
   const uint32_t panels = gemm_panels(p), first = PDS_BLOCK_Y * GEMM_SCALAR_PANELS;
-  const uint32_t word_k = gemm_word_k(p), x_end = gemm_x_end(p);
-  const uint32_t k_end = gemm_min(p->k_pad, x_end);
+  const uint32_t x_end = gemm_x_end(p), k_end = gemm_min(p->k_pad, x_end);
   float *xs = (float *)PDS_SHARED, *ws = xs + GEMM_SCALAR_K * GEMM_SCALAR_LINE;
 
-  /* what a thread fetches: 4 k of one row of x, 4 k of one column */
-  const uint32_t x_row = PDS_TID / 4, fetch_k = PDS_TID % 4 * 4, w_col = PDS_TID / 4;
-  const uint8_t *row = low + x_row < part.rows ? gemm_x_row(p, &part, low + x_row) : 0;
-  const uint32_t w_panel = first + w_col / 16;
-  const uint8_t *panel = w_panel < panels ? part.w + w_panel * p->panel_bytes : 0;
+  const uint32_t x_row = PDS_TID / 4, w_panel = PDS_TID / 64;
+  gemm_fetch fetch;
+  fetch.row = low + x_row < part.rows ? gemm_x_row(p, &part, low + x_row) : 0;
+  fetch.panel = first + w_panel < panels ? part.w + (first + w_panel) * p->panel_bytes : 0;
+  fetch.x_k = PDS_TID % 4 * 4;
+  fetch.w_k = PDS_TID / 4 % 16;
+  fetch.quad = PDS_TID % 4;
+  float *x_to = xs + fetch.x_k * GEMM_SCALAR_LINE + x_row;
+  gemm_f4 *w_to =
+      (gemm_f4 *)(ws + fetch.w_k * (GEMM_SCALAR_PANELS * 16) + w_panel * 16) + fetch.quad;
 
   const uint32_t my_rows = PDS_TID / 16 * 4, pair = PDS_TID % 16 / 8, col = PDS_TID % 8 * 2;
-  float sum[4][2][2];
+  float sum[4][2][2], x_next[4], w_next[4];
   PDS_UNROLL
   for (uint32_t i = 0; i < 16; i++) sum[i / 4][i / 2 % 2][i % 2] = 0;
-
+  gemm_fetch_stage(p, &fetch, 0, x_end, x_next, w_next);
   for (uint32_t base = 0; base < k_end; base += GEMM_SCALAR_K) {
-    float x_value[4], w_value[4];
+    const gemm_f4 w_now = {w_next[0], w_next[1], w_next[2], w_next[3]};
+    pds_sync(); /* all are done with the stage before */
     PDS_UNROLL
-    for (uint32_t i = 0; i < 4; i++) {
-      const uint32_t k = base + fetch_k + i;
-      x_value[i] = row && k < x_end ? gemm_x_value(p, row, k) : 0;
-      w_value[i] = 0;
-      if (panel && k < p->k_pad) {
-        const uint32_t word = ((const uint32_t *)panel)[(uint64_t)(k / word_k) * 16 + w_col % 16];
-        w_value[i] = gemm_value(p, word, k % word_k) * gemm_scale(p, panel, k, w_col % 16);
-      }
-    }
+    for (uint32_t i = 0; i < 4; i++) x_to[i * GEMM_SCALAR_LINE] = x_next[i];
+    *w_to = w_now;
     pds_sync();
-    PDS_UNROLL
-    for (uint32_t i = 0; i < 4; i++) {
-      xs[(fetch_k + i) * GEMM_SCALAR_LINE + x_row] = x_value[i];
-      ws[(fetch_k + i) * (GEMM_SCALAR_PANELS * 16) + w_col] = w_value[i];
-    }
-    pds_sync();
+    if (base + GEMM_SCALAR_K < k_end)
+      gemm_fetch_stage(p, &fetch, base + GEMM_SCALAR_K, x_end, x_next, w_next);
     PDS_UNROLL
     for (uint32_t k = 0; k < GEMM_SCALAR_K; k++) {
       const gemm_f4 x = *(const gemm_f4 *)(xs + k * GEMM_SCALAR_LINE + my_rows);
@@ -108,41 +126,57 @@ PDS_KERNEL(pds_cu_gemm_scalar, pds_cu_gemm, GEMM_SCALAR_THREADS) {
 }
 
 /* Four columns of a few rows from one panel: sum[row][column] of the lane's share of k. The block's
- * lanes, in fours, take 64-byte rows of the panel in turn. */
-PDS_FN void gemm_few_panel(const pds_cu_gemm *p, const uint8_t *const *row, uint32_t rows,
-                           const uint8_t *panel, float (*sum)[4]) {
-  const uint32_t quad = PDS_LANE % 4, word_k = gemm_word_k(p);
-  const uint32_t x_end = gemm_x_end(p), words = p->k_pad / word_k;
-  const uint32_t turns = GEMM_FEW_WARPS * 8;
-  PDS_UNROLL
-  for (uint32_t i = 0; i < GEMM_FEW_ROWS * 4; i++) sum[i / 4][i % 4] = 0;
-  for (uint32_t base = PDS_WARP * 8 + PDS_LANE / 4; base < words; base += turns * 4) {
-    pds_u4 word[4];
+ * lanes, in fours, take 64-byte rows of the panel in turn: fp32 weights, a k each, then the others. */
+PDS_FN void gemm_few_f32(const pds_cu_gemm *p, const uint8_t *const *row, uint32_t rows,
+                         const uint8_t *panel, float (*sum)[4]) {
+  const uint32_t x_end = gemm_x_end(p), turns = GEMM_FEW_WARPS * 8;
+  const uint8_t *w = panel + PDS_LANE % 4 * 16;
+  for (uint32_t base = PDS_WARP * 8 + PDS_LANE / 4; base < x_end; base += turns * GEMM_FEW_AHEAD) {
+    pds_u4 word[GEMM_FEW_AHEAD];
     PDS_UNROLL
-    for (uint32_t i = 0; i < 4; i++) {
-      const uint32_t at = base + i * turns;
+    for (uint32_t i = 0; i < GEMM_FEW_AHEAD; i++) {
+      const uint32_t k = base + i * turns;
       const pds_u4 none = {0, 0, 0, 0};
-      word[i] = at < words ? pds_load16_stream(panel + (uint64_t)at * 64 + quad * 16) : none;
+      word[i] = k < x_end ? pds_load16_stream(w + (uint64_t)k * 64) : none;
     }
     PDS_UNROLL
-    for (uint32_t i = 0; i < 4; i++) {
-      const uint32_t from = (base + i * turns) * word_k;
-      float scale[4];
-      if (from >= x_end) continue;
+    for (uint32_t r = 0; r < GEMM_FEW_ROWS; r++) {
+      if (r >= rows) continue;
+      float x[GEMM_FEW_AHEAD];
       PDS_UNROLL
-      for (uint32_t c = 0; c < 4; c++) scale[c] = gemm_scale(p, panel, from, quad * 4 + c);
-      for (uint32_t k = from; k < gemm_min(from + word_k, x_end); k++) {
-        const float w[4] = {gemm_value(p, word[i].x, k - from) * scale[0],
-                            gemm_value(p, word[i].y, k - from) * scale[1],
-                            gemm_value(p, word[i].z, k - from) * scale[2],
-                            gemm_value(p, word[i].w, k - from) * scale[3]};
-        PDS_UNROLL
-        for (uint32_t r = 0; r < GEMM_FEW_ROWS; r++) {
-          if (r >= rows) continue;
-          const float x = gemm_x_value(p, row[r], k);
-          PDS_UNROLL
-          for (uint32_t c = 0; c < 4; c++) sum[r][c] = fmaf(x, w[c], sum[r][c]);
-        }
+      for (uint32_t i = 0; i < GEMM_FEW_AHEAD; i++) {
+        const uint32_t k = base + i * turns;
+        x[i] = k < x_end ? gemm_x_value(p, row[r], k) : 0;
+      }
+      PDS_UNROLL
+      for (uint32_t i = 0; i < GEMM_FEW_AHEAD; i++) {
+        sum[r][0] = fmaf(x[i], pds_float(word[i].x), sum[r][0]);
+        sum[r][1] = fmaf(x[i], pds_float(word[i].y), sum[r][1]);
+        sum[r][2] = fmaf(x[i], pds_float(word[i].z), sum[r][2]);
+        sum[r][3] = fmaf(x[i], pds_float(word[i].w), sum[r][3]);
+      }
+    }
+  }
+}
+
+PDS_FN void gemm_few_others(const pds_cu_gemm *p, const uint8_t *const *row, uint32_t rows,
+                            const uint8_t *panel, float (*sum)[4]) {
+  const uint32_t quad = PDS_LANE % 4, word_k = gemm_word_k(p), x_end = gemm_x_end(p);
+  const uint32_t words = p->k_pad / word_k;
+  for (uint32_t at = PDS_WARP * 8 + PDS_LANE / 4; at < words; at += GEMM_FEW_WARPS * 8) {
+    const uint32_t from = at * word_k;
+    const pds_u4 v = pds_load16_stream(panel + (uint64_t)at * 64 + quad * 16);
+    const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+    float scale[4];
+    PDS_UNROLL
+    for (uint32_t c = 0; c < 4; c++) scale[c] = gemm_scale(p, panel, from, quad * 4 + c);
+    for (uint32_t k = from; k < gemm_min(from + word_k, x_end); k++) {
+      PDS_UNROLL
+      for (uint32_t i = 0; i < GEMM_FEW_ROWS * 4; i++) {
+        const uint32_t r = i / 4, c = i % 4;
+        if (r >= rows) continue;
+        const float w = gemm_value(p, word[c], k - from) * scale[c];
+        sum[r][c] = fmaf(gemm_x_value(p, row[r], k), w, sum[r][c]);
       }
     }
   }
@@ -163,7 +197,14 @@ PDS_KERNEL(pds_cu_gemm_few, pds_cu_gemm, GEMM_FEW_WARPS * 32) {
 
   for (uint32_t h = 0; h < halves; h++) {
     float sum[GEMM_FEW_ROWS][4];
-    gemm_few_panel(p, row, rows, part.w + (PDS_BLOCK_X * halves + h) * p->panel_bytes, sum);
+    const uint8_t *panel = part.w + (PDS_BLOCK_X * halves + h) * p->panel_bytes;
+    PDS_UNROLL
+    for (uint32_t i = 0; i < GEMM_FEW_ROWS * 4; i++) sum[i / 4][i % 4] = 0;
+    if (p->w_dtype == PDS_CU_F32) {
+      gemm_few_f32(p, row, rows, panel, sum);
+    } else {
+      gemm_few_others(p, row, rows, panel, sum);
+    }
     PDS_UNROLL
     for (uint32_t i = 0; i < GEMM_FEW_ROWS * 4; i++) {
       float *s = &sum[i / 4][i % 4];
@@ -177,9 +218,10 @@ PDS_KERNEL(pds_cu_gemm_few, pds_cu_gemm, GEMM_FEW_WARPS * 32) {
   pds_sync();
   if (PDS_TID < rows * 16) {
     float total[2] = {0, 0};
-    for (uint32_t h = 0; h < halves; h++) {
-      for (uint32_t w = 0; w < GEMM_FEW_WARPS; w++)
-        total[h] += parts[(h * GEMM_FEW_WARPS + w) * GEMM_FEW_ROWS * 16 + PDS_TID];
+    PDS_UNROLL
+    for (uint32_t i = 0; i < 2 * GEMM_FEW_WARPS; i++) {
+      if (i / GEMM_FEW_WARPS < halves)
+        total[i / GEMM_FEW_WARPS] += parts[i * GEMM_FEW_ROWS * 16 + PDS_TID];
     }
     const uint32_t col = PDS_BLOCK_X * 16 + PDS_TID % 16;
     const uint64_t at = gemm_y_at(p, &part, low + PDS_TID / 16) + col;

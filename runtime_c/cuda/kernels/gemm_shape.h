@@ -5,13 +5,15 @@
 enum {
   GEMM_FEW = 16, /* rows of a matrix that the stream kernels take */
 
-  GEMM_STREAM_WARPS = 8,
-  GEMM_STREAM_SHARED = GEMM_STREAM_WARPS * 32 * 16 * 4,
+  GEMM_STREAM_WARPS = 16, /* at most */
+  GEMM_DENSE_WARPS = 8,   /* of the stream kernels' blocks, for one matrix, or heads */
+  GEMM_EXPERT_WARPS = 4,  /* and for experts, which have more blocks */
 
   GEMM_TILE_PANELS = 16, /* of a block of the tile kernels: 256 columns of weights */
   GEMM_TILE_K = 64,      /* of a stage of their pipeline */
   GEMM_TILE_THREADS = 256,
-  GEMM_TILE_STAGES = 4, /* at most; at least 2 */
+  GEMM_TILE_STAGES = 4,                        /* at most; at least 2 */
+  GEMM_TILE_LINE = GEMM_TILE_PANELS * 16 + 16, /* floats from a row of sums to the next */
 
   GEMM_SCALAR_ROWS = 64, /* of a block of the scalar kernel, which takes 4 panels */
   GEMM_SCALAR_PANELS = 4,
@@ -20,9 +22,10 @@ enum {
   GEMM_SCALAR_LINE = GEMM_SCALAR_ROWS + 4, /* floats; a k's rows of x in shared memory */
   GEMM_SCALAR_SHARED = GEMM_SCALAR_K * (GEMM_SCALAR_LINE + GEMM_SCALAR_PANELS * 16) * 4,
 
-  GEMM_FEW_ROWS =
-      4, /* of a block of the scalar kernel for few rows, which takes one panel, or two */
+  /* of a block of the scalar kernel for few rows, which takes one panel, or a pair in swiglu */
+  GEMM_FEW_ROWS = 4,
   GEMM_FEW_WARPS = 16,
+  GEMM_FEW_AHEAD = 8, /* loads of a thread under way together */
   GEMM_FEW_SHARED = 2 * GEMM_FEW_WARPS * GEMM_FEW_ROWS * 16 * 4,
 
   /* pds_cu_gemm.free */
@@ -30,10 +33,14 @@ enum {
   GEMM_Y_ALIGNED = 8    /* four columns of y, from a multiple of 4, are one aligned store */
 };
 
+#define GEMM_STREAM_SHARED(warps) ((warps) * 32 * 16 * 4)
 /* Bytes of a stage: x, weights and scales, for `rows` rows of x and weights of `bits` bits. */
 #define GEMM_TILE_SCALES(bits) ((bits) == 16 ? 0 : (bits) == 8 ? 32 : 64)
 #define GEMM_TILE_STAGE(rows, bits)                                                                \
   ((rows) * GEMM_TILE_K * 2 +                                                                      \
    GEMM_TILE_PANELS * (GEMM_TILE_K * 2 * (bits) + GEMM_TILE_SCALES(bits)))
+
+/* And of what is written last: 16 rows of a warp, or of two, then where each row goes. */
+#define GEMM_TILE_END(rows) (((rows) > 32 ? 32 : 16) * GEMM_TILE_LINE * 4 + (rows) * 8)
 
 #endif

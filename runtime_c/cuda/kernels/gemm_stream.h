@@ -18,11 +18,11 @@
 #elif GEMM_BITS == 8
 #define GEMM_STEP 64u
 #define GEMM_GROUP 64
-#define GEMM_AHEAD 4
+#define GEMM_AHEAD 2
 #else
 #define GEMM_STEP 64u
 #define GEMM_GROUP 32
-#define GEMM_AHEAD 4
+#define GEMM_AHEAD 2
 #endif
 #define GEMM_BLOCKS (GEMM_STEP / 32)                /* of 32 k */
 #define GEMM_GROUPS (GEMM_STEP / GEMM_GROUP)        /* of a scale */
@@ -57,100 +57,126 @@ PDS_FN void GEMM_N(multiply)(float (*sum)[4], const uint32_t (*w)[4], pds_u4 x0,
   }
 }
 
-/* A lane's part of k [0, end) of two rows of x: 8 k from k, or zeros. */
-PDS_FN pds_u4 GEMM_N(x_of)(const uint8_t *row, uint32_t k, uint32_t end) {
-  pds_u4 v = {0, 0, 0, 0};
-  if (row && k < end) v = pds_load16(row + k * 2);
-  return v;
+/* What a lane needs of x for 32 k, number `block` of them: 8 k of two rows, zero beyond `end`. */
+PDS_FN void GEMM_N(read_x)(pds_u4 *x, const uint8_t *const *row, uint32_t block, uint32_t end) {
+  const uint32_t k = block * 32 + PDS_LANE % 4 * 8;
+  PDS_UNROLL
+  for (uint32_t h = 0; h < 2; h++) {
+    const pds_u4 none = {0, 0, 0, 0};
+    x[h] = row[h] && k < end ? pds_load16(row[h] + k * 2) : none;
+  }
 }
+
+/* And of the weights for a step, from `w` on. */
+PDS_FN void GEMM_N(read_w)(uint32_t (*word)[4], const uint8_t *w, uint32_t step) {
+  PDS_UNROLL
+  for (uint32_t i = 0; i < GEMM_BLOCKS * GEMM_LOADS; i++) {
+    const pds_u4 v = pds_load16_stream(w + (uint64_t)step * GEMM_STEP_BYTES +
+                                       i / GEMM_LOADS * (GEMM_LOADS * 256) + i % GEMM_LOADS * 64);
+    word[i][0] = v.x;
+    word[i][1] = v.y;
+    word[i][2] = v.z;
+    word[i][3] = v.w;
+  }
+}
+
+#if GEMM_BITS < 16
+/* And of the scales of both panels. */
+PDS_FN void GEMM_N(read_scales)(gemm_u2 (*scale)[2], const uint8_t *const *from, uint32_t step) {
+  PDS_UNROLL
+  for (uint32_t i = 0; i < GEMM_GROUPS * 2; i++)
+    scale[i / 2][i % 2] = *(const gemm_u2 *)(from[i % 2] + (step * GEMM_GROUPS + i / 2) * 32);
+}
+
+/* sum += that of one group of k, times the scales of this lane's columns. */
+PDS_FN void GEMM_N(add_group)(float (*sum)[4], float (*group)[4], const gemm_u2 *scale) {
+  PDS_UNROLL
+  for (uint32_t i = 0; i < 4; i++) {
+    PDS_UNROLL
+    for (uint32_t panel = 0; panel < 2; panel++) {
+      const uint32_t pair = i < 2 ? scale[panel].x : scale[panel].y;
+      const float s = pds_widen(pair >> (i % 2 * 16) & 0xffff);
+      sum[i][panel] = fmaf(group[i][panel], s, sum[i][panel]);
+      sum[i][panel + 2] = fmaf(group[i][panel + 2], s, sum[i][panel + 2]);
+    }
+  }
+}
+#endif
 
 GEMM_KERNEL(GEMM_STREAM, GEMM_STREAM_WARPS * 32) {
   const gemm_part part = gemm_part_of(p, PDS_BLOCK_Y);
   if (!part.rows) return;
   const uint32_t g = PDS_LANE / 4, t = PDS_LANE % 4, panels = gemm_panels(p);
   const uint32_t first = PDS_BLOCK_X * 2, steps = p->k_pad / GEMM_STEP, x_end = gemm_x_end(p);
+  const uint32_t warps = PDS_THREADS / 32;
   /* without a second panel, its lanes read the first one, for nothing */
-  const uint8_t *panel = part.w + gemm_min(first + g % 2, panels - 1) * p->panel_bytes;
-  const uint8_t *w = panel + t * GEMM_LOADS * 64 + g / 2 * 16;
+  const uint8_t *const pair[2] = {part.w + first * p->panel_bytes,
+                                  part.w + gemm_min(first + 1, panels - 1) * p->panel_bytes};
+  const uint8_t *w = (g % 2 ? pair[1] : pair[0]) + t * GEMM_LOADS * 64 + g / 2 * 16;
+
+  /* weights of the first steps are under way before anything else is looked at */
+  uint32_t word[GEMM_AHEAD][GEMM_BLOCKS * GEMM_LOADS][4];
+#if GEMM_BITS < 16
+  const uint8_t *const scales[2] = {gemm_scales(p, pair[0]) + t * 8,
+                                    gemm_scales(p, pair[1]) + t * 8};
+  gemm_u2 scale[GEMM_AHEAD][GEMM_GROUPS][2];
+#endif
+  PDS_UNROLL
+  for (uint32_t a = 0; a < GEMM_AHEAD; a++) {
+    if (PDS_WARP + a * warps < steps) {
+      GEMM_N(read_w)(word[a], w, PDS_WARP + a * warps);
+#if GEMM_BITS < 16
+      GEMM_N(read_scales)(scale[a], scales, PDS_WARP + a * warps);
+#endif
+    }
+  }
   const uint8_t *row[2] = {0, 0};
   PDS_UNROLL
   for (uint32_t h = 0; h < 2; h++) {
     if (g + 8 * h < part.rows) row[h] = part.x + gemm_x_at(p, &part, g + 8 * h) * 2;
   }
-#if GEMM_BITS < 16
-  /* of this lane's columns, in both panels */
-  const uint8_t *scale0 = gemm_scales(p, part.w + first * p->panel_bytes) + t * 8;
-  const uint8_t *scale1 =
-      gemm_scales(p, part.w + gemm_min(first + 1, panels - 1) * p->panel_bytes) + t * 8;
-#endif
+  const uint32_t y_row = gemm_stream_row();
+  const uint64_t y_at = y_row < part.rows ? gemm_y_at(p, &part, y_row) : 0;
 
   float sum[4][4] = {{0}};
-  for (uint32_t step = PDS_WARP; step < steps; step += GEMM_AHEAD * GEMM_STREAM_WARPS) {
-    uint32_t word[GEMM_AHEAD][GEMM_BLOCKS * GEMM_LOADS][4];
-#if GEMM_BITS < 16
-    gemm_u2 scale[GEMM_AHEAD][GEMM_GROUPS][2];
-#endif
+  pds_u4 x[2][2]; /* of this block of 32 k and the next */
+  GEMM_N(read_x)(x[0], row, PDS_WARP * GEMM_BLOCKS, x_end);
+  for (uint32_t step = PDS_WARP; step < steps; step += GEMM_AHEAD * warps) {
     PDS_UNROLL
     for (uint32_t a = 0; a < GEMM_AHEAD; a++) {
-      const uint32_t at = step + a * GEMM_STREAM_WARPS;
+      const uint32_t at = step + a * warps, then = at + GEMM_AHEAD * warps;
       if (at < steps) {
-        PDS_UNROLL
-        for (uint32_t i = 0; i < GEMM_BLOCKS * GEMM_LOADS; i++) {
-          const pds_u4 v =
-              pds_load16_stream(w + (uint64_t)at * GEMM_STEP_BYTES +
-                                i / GEMM_LOADS * (GEMM_LOADS * 256) + i % GEMM_LOADS * 64);
-          word[a][i][0] = v.x;
-          word[a][i][1] = v.y;
-          word[a][i][2] = v.z;
-          word[a][i][3] = v.w;
-        }
 #if GEMM_BITS < 16
-        PDS_UNROLL
-        for (uint32_t i = 0; i < GEMM_GROUPS; i++) {
-          scale[a][i][0] = *(const gemm_u2 *)(scale0 + (at * GEMM_GROUPS + i) * 32);
-          scale[a][i][1] = *(const gemm_u2 *)(scale1 + (at * GEMM_GROUPS + i) * 32);
-        }
+        float group[4][4];
 #endif
-      }
-    }
-    PDS_UNROLL
-    for (uint32_t a = 0; a < GEMM_AHEAD; a++) {
-      const uint32_t at = step + a * GEMM_STREAM_WARPS;
-      if (at < steps) {
-        pds_u4 x[GEMM_BLOCKS][2];
         PDS_UNROLL
-        for (uint32_t i = 0; i < GEMM_BLOCKS; i++) {
-          x[i][0] = GEMM_N(x_of)(row[0], at * GEMM_STEP + i * 32 + t * 8, x_end);
-          x[i][1] = GEMM_N(x_of)(row[1], at * GEMM_STEP + i * 32 + t * 8, x_end);
-        }
+        for (uint32_t b = 0; b < GEMM_BLOCKS; b++) {
+          const uint32_t next =
+              b + 1 < GEMM_BLOCKS ? at * GEMM_BLOCKS + b + 1 : (at + warps) * GEMM_BLOCKS;
+          const uint32_t turn = (a * GEMM_BLOCKS + b) % 2;
+          GEMM_N(read_x)(x[1 - turn], row, next, x_end);
 #if GEMM_BITS == 16
-        GEMM_N(multiply)(sum, word[a], x[0][0], x[0][1]);
+          GEMM_N(multiply)(sum, word[a], x[turn][0], x[turn][1]);
 #else
-        PDS_UNROLL
-        for (uint32_t i = 0; i < GEMM_GROUPS; i++) {
-          float of_group[4][4] = {{0}};
-          PDS_UNROLL
-          for (uint32_t b = i * GEMM_GROUP / 32; b < (i + 1) * GEMM_GROUP / 32; b++) {
-            GEMM_N(multiply)(of_group, word[a] + b * GEMM_LOADS, x[b][0], x[b][1]);
+          if (b * 32 % GEMM_GROUP == 0) {
+            PDS_UNROLL
+            for (uint32_t i = 0; i < 16; i++) group[i / 4][i % 4] = 0;
           }
-          PDS_UNROLL
-          for (uint32_t c = 0; c < 4; c++) {
-            const uint32_t shift = c % 2 * 16;
-            const float s0 =
-                pds_widen((c < 2 ? scale[a][i][0].x : scale[a][i][0].y) >> shift & 0xffff);
-            const float s1 =
-                pds_widen((c < 2 ? scale[a][i][1].x : scale[a][i][1].y) >> shift & 0xffff);
-            sum[c][0] = fmaf(of_group[c][0], s0, sum[c][0]);
-            sum[c][1] = fmaf(of_group[c][1], s1, sum[c][1]);
-            sum[c][2] = fmaf(of_group[c][2], s0, sum[c][2]);
-            sum[c][3] = fmaf(of_group[c][3], s1, sum[c][3]);
-          }
-        }
+          GEMM_N(multiply)(group, word[a] + b * GEMM_LOADS, x[turn][0], x[turn][1]);
+          if ((b + 1) * 32 % GEMM_GROUP == 0)
+            GEMM_N(add_group)(sum, group, scale[a][b * 32 / GEMM_GROUP]);
 #endif
+        }
+        if (then < steps) {
+          GEMM_N(read_w)(word[a], w, then);
+#if GEMM_BITS < 16
+          GEMM_N(read_scales)(scale[a], scales, then);
+#endif
+        }
       }
     }
   }
-  gemm_stream_finish(p, &part, sum);
+  gemm_stream_finish(p, &part, sum, y_at);
 }
 
 #undef GEMM_LOADS

@@ -7,6 +7,7 @@
  * sums are those of columns 4 (lane % 4) + i of both panels of a pair, so that gate and up meet. */
 
 #define GEMM_STAGE_BYTES GEMM_TILE_STAGE(GEMM_ROWS, GEMM_BITS)
+#define GEMM_PASS_ROWS (GEMM_WARP_ROWS * 16)
 #define GEMM_FETCH_ROWS (GEMM_ROWS / 32) /* rows of x that a thread fetches 16 bytes of */
 
 GEMM_KERNEL(GEMM_TILE(GEMM_ROWS), GEMM_TILE_THREADS) {
@@ -98,36 +99,55 @@ GEMM_KERNEL(GEMM_TILE(GEMM_ROWS), GEMM_TILE_THREADS) {
     }
   }
 
+  /* 16 rows of each warp at a time pass through shared memory, so that lines of y are written whole */
+  float *line = (float *)PDS_SHARED;
+  uint64_t *y_at = (uint64_t *)(line + GEMM_PASS_ROWS * GEMM_TILE_LINE);
+  const uint32_t cols = GEMM_TILE_PANELS * 16 / (p->swiglu ? 2 : 1);
+  const uint32_t first_col = first * 16 / (p->swiglu ? 2 : 1);
+  pds_copy_wait(0);
+  pds_sync();
+  if (PDS_TID < GEMM_ROWS && low + PDS_TID < part.rows)
+    y_at[PDS_TID] = gemm_y_at(p, &part, low + PDS_TID);
   PDS_UNROLL
   for (uint32_t m = 0; m < GEMM_SUBTILES; m++) {
     PDS_UNROLL
     for (uint32_t half = 0; half < 2; half++) {
-      const uint32_t row = low + warp_row + m * 16 + half * 8 + g;
-      if (row >= part.rows) continue;
-      const uint64_t at = gemm_y_at(p, &part, row);
+      float *to = line + (warp_row / GEMM_SUBTILES + half * 8 + g) * GEMM_TILE_LINE + t * 4;
       PDS_UNROLL
       for (uint32_t n = 0; n < GEMM_PAIRS; n++) {
-        float v[2][4];
+        float a[4], b[4];
         PDS_UNROLL
-        for (uint32_t i = 0; i < 8; i++) v[i / 4][i % 4] = sum[m][n][i % 4][half * 2 + i / 4];
+        for (uint32_t i = 0; i < 4; i++) {
+          a[i] = sum[m][n][i][half * 2];
+          b[i] = sum[m][n][i][half * 2 + 1];
+          if (p->swiglu) a[i] = gemm_silu(a[i]) * b[i];
+        }
+        const gemm_f4 v = {a[0], a[1], a[2], a[3]}, u = {b[0], b[1], b[2], b[3]};
         if (p->swiglu) {
-          const uint32_t col = (first + warp_panel) / 2 * 16 + n * 16 + t * 4;
-          PDS_UNROLL
-          for (uint32_t i = 0; i < 4; i++) v[0][i] = gemm_silu(v[0][i]) * v[1][i];
-          gemm_put4(p, part.y, at + col, col, v[0]);
+          *(gemm_f4 *)(to + (warp_panel / 2 + n) * 16) = v;
         } else {
-          const uint32_t col = (first + warp_panel + n * 2) * 16 + t * 4;
-          gemm_put4(p, part.y, at + col, col, v[0]);
-          gemm_put4(p, part.y, at + col + 16, col + 16, v[1]);
+          *(gemm_f4 *)(to + (warp_panel + n * 2) * 16) = v;
+          *(gemm_f4 *)(to + (warp_panel + n * 2) * 16 + 16) = u;
         }
       }
     }
+    pds_sync();
+    const uint32_t quads = cols / 4, quad = PDS_TID % quads, col = first_col + quad * 4;
+    for (uint32_t i = PDS_TID / quads; i < GEMM_PASS_ROWS; i += GEMM_TILE_THREADS / quads) {
+      const uint32_t row = i / 16 * (GEMM_SUBTILES * 16) + m * 16 + i % 16;
+      if (low + row >= part.rows || col >= p->cols) continue;
+      const gemm_f4 v = *(const gemm_f4 *)(line + i * GEMM_TILE_LINE + quad * 4);
+      const float of[4] = {v.x, v.y, v.z, v.w};
+      gemm_put4(p, part.y, y_at[row] + col, col, of);
+    }
+    pds_sync();
   }
   if (panels <= GEMM_TILE_PANELS)
     gemm_zero_pad(p, &part, low, gemm_min(low + GEMM_ROWS, part.rows));
 }
 
 #undef GEMM_STAGE_BYTES
+#undef GEMM_PASS_ROWS
 #undef GEMM_FETCH_ROWS
 #undef GEMM_ROWS
 #undef GEMM_WARP_ROWS

@@ -31,9 +31,9 @@
 #define PDS_CU_GEMM_KERNELS(X)                                                                     \
   X(gemm_scalar, pds_cu_gemm, 256)                                                                 \
   X(gemm_few, pds_cu_gemm, 512)                                                                    \
-  X(gemm_stream_bf16, pds_cu_gemm, 256)                                                            \
-  X(gemm_stream_i8, pds_cu_gemm, 256)                                                              \
-  X(gemm_stream_i4, pds_cu_gemm, 256)                                                              \
+  X(gemm_stream_bf16, pds_cu_gemm, 512)                                                            \
+  X(gemm_stream_i8, pds_cu_gemm, 512)                                                              \
+  X(gemm_stream_i4, pds_cu_gemm, 512)                                                              \
   X(gemm_bf16_128, pds_cu_gemm, 256)                                                               \
   X(gemm_bf16_64, pds_cu_gemm, 256)                                                                \
   X(gemm_bf16_32, pds_cu_gemm, 256)                                                                \
