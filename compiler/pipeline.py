@@ -144,8 +144,9 @@ class Pipeline:
         reader = _Lazy(source.reader)
         if source.options.check_weights and source.checkpoint is not None:
             run(CheckWeights(source.checkpoint, self.weights_sha256))
-        source.progress.start("pack weights", sum(f.bytes for f in lowered.files))
-        for file in lowered.files:
+        packed = () if source.options.no_weights else lowered.files
+        source.progress.start("pack weights", sum(f.bytes for f in packed))
+        for file in packed:
             hashes = self.weights_sha256, self.config_sha256
             result = run(PackWeights(file, reader, *hashes, source.progress.advance))
             if result.cached:
@@ -333,6 +334,7 @@ class Pipeline:
                 "isa_hash": f"{ISA_HASH:08x}",
             },
             **self._gpu_fields(),
+            **self._absent_weights(),
             "generation": self.generation,
             "tokenizer": {
                 "file": "tokenizer.json" if "tokenizer.json" in files else None,
@@ -354,6 +356,11 @@ class Pipeline:
                 "ring": self.gpu.ring,
             }
         }
+
+    def _absent_weights(self) -> dict[str, Any]:
+        if not self.source.options.no_weights:
+            return {}
+        return {"absent_weights": {file.path: file.bytes for file in self.lowered.files}}
 
     def _files(self) -> dict[str, Any]:
         return {path: asdict(file) for path, file in self.workspace.files().items()}

@@ -57,6 +57,7 @@ class Options:
 
     dtype: str = "auto"
     load_format: str = "auto"
+    no_weights: bool = False  # dummy ones are made up when the plan is loaded
     max_context: int | None = None
     max_rows: int = 512
     target: str = "native"
@@ -120,6 +121,7 @@ class Options:
         _ = self.cost_source  # its faults come to light here
         self._check_prediction()
         self._check_dummy()
+        self._check_no_weights()
         self._check_gpu()
 
     def _check_dummy(self) -> None:
@@ -136,6 +138,17 @@ class Options:
             raise InputError(f"{given} cache_prefetch is off, so no program predicts")
         if self.predicts:
             raise InputError(f"{given} so are predictors to train: leave one of them out")
+
+    def _check_no_weights(self) -> None:
+        object.__setattr__(self, "no_weights", flag("no_weights", self.no_weights))
+        if not self.no_weights:
+            return
+        if self.load_format != "dummy":
+            raise InputError("no_weights: a plan needs its weights, unless load_format is dummy")
+        if self.predicts:
+            raise InputError(
+                "no_weights: predictors are trained on a run of the weights: leave one of them out"
+            )
 
     def _check_gpu(self) -> None:
         object.__setattr__(self, "gpu_reserve", byte_count("gpu_reserve", self.gpu_reserve))

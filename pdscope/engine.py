@@ -56,7 +56,9 @@ def load(
     the whole machine, a thread for each physical core, and SMT siblings or several NUMA nodes.
     weights: "copy": read at load to huge pages, interleaved over the NUMA nodes in use; "mmap":
     the page cache, read as used and shared between processes; "auto" (None: PDSCOPE_WEIGHTS, else
-    auto): copy where the memory is there with room to spare. Same results either way.
+    auto): copy where the memory is there with room to spare. Same results either way. "dummy":
+    random values made up in memory as at "copy", for benchmarks (pdscope-bench --load-format
+    dummy): of plans compiled with --load-format dummy alone, whose weight files it does not read.
     cache_prefetch: "on": in steps of up to 16 rows, workers with nothing to do pull blocks of the
     experts that the next layer is predicted to choose into the last-level cache; "off"; "auto"
     (None: PDSCOPE_CACHE_PREFETCH, else auto): the engine measures steps with and without as it
@@ -179,6 +181,7 @@ class Engine:
             _choice("learner", learner, LEARNER), share("learner_threshold", learner_threshold)
         )
         plan.check_machine()
+        _check_weights(plan, weights)
         self.plan = plan
         self._lock = threading.Lock()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -493,6 +496,17 @@ def _choice(option: str, value: str | None, known: tuple[str, ...]) -> str:
     if value not in known:
         raise InputError(f"{option} is {value!r}, expected {', '.join(known)}")
     return value
+
+
+def _check_weights(plan: Plan, weights: str | None) -> None:
+    """Raises PlanError for a plan without weights, InputError where real ones would be made up."""
+    if plan.absent_weights and weights != "dummy":
+        raise PlanError(f"{plan.path}: this plan has no weights: pdscope-bench --load-format dummy")
+    if weights == "dummy" and plan.model["load_format"] != "dummy":
+        raise InputError(
+            f"weights is 'dummy', but {plan.path} was compiled of a model with weights: leave it "
+            "out, or compile with --load-format dummy"
+        )
 
 
 def _info(handle: EngineHandle) -> EngineInfo:

@@ -35,7 +35,7 @@ PDS_ERR_BUSY = 402
 
 # Names of PDS_PIN_*, PDS_WEIGHTS_* and PDS_CACHE_PREFETCH_* of pdscope.h, by value.
 PIN = ("auto", "on", "off")
-WEIGHTS = ("auto", "mmap", "copy")
+WEIGHTS = ("auto", "mmap", "copy", "dummy")
 CACHE_PREFETCH = ("auto", "on", "off")
 PREDICTOR = ("auto", "off")
 LEARNER = ("auto", "on", "off")

@@ -92,6 +92,13 @@ class Plan:
         return files
 
     @property
+    def absent_weights(self) -> dict[str, int]:
+        """Relative path -> bytes of weight files that were never made (--no-weights); {}: the plan
+        has its weights."""
+        absent: dict[str, int] = self.data.get("absent_weights", {})
+        return absent
+
+    @property
     def library(self) -> Path:
         return self.path / "lib" / "libpdscope.so"
 

@@ -185,8 +185,13 @@ def _expected(
     return {
         **flatten(derived_fields(model, memory, gpu)),
         "model.load_format": "dummy" if dummy else "safetensors",
-        **{f"files.{file.path}.bytes": file.bytes for file in model.files},
+        **{_size_field(plan, file.path): file.bytes for file in model.files},
     }
+
+
+def _size_field(plan: Plan, path: str) -> str:
+    """The field of plan.json with a weight file's size."""
+    return f"absent_weights.{path}" if plan.absent_weights else f"files.{path}.bytes"
 
 
 def _memory_table(plan: Plan, model: LoweredModel, table: dict[str, Any]) -> Iterator[str]:
@@ -271,7 +276,11 @@ def _tokenizer(plan: Plan) -> Iterator[str]:
 def _compare(plan: Plan, name: str, found: object, where: str) -> Iterator[str]:
     """The problem, if the field `name` (dotted) of plan.json is not `found`."""
     said: Any = plan.data
-    parts = name.split(".") if not name.startswith("files.") else ["files", name[6:-6], "bytes"]
+    parts = name.split(".")
+    if name.startswith("files."):
+        parts = ["files", name[6:-6], "bytes"]
+    elif name.startswith("absent_weights."):
+        parts = name.split(".", 1)
     for part in parts:
         said = said.get(part) if isinstance(said, dict) else None
     if said != found:

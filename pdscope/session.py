@@ -400,22 +400,36 @@ class Session(SessionCore):
         sequence that the next one will choose; of other layers nothing is read. Behind the last of
         the tokens predictors predict again; None: everywhere. Raises InputError.
         """
-        held: NDArray[np.uint16] | None = None
-        if experts is not None:
-            given = integers("predictions", experts)
-            model = self.engine.plan.model
-            shape = (len(given) if given.ndim else 0, model["layers"], model["top_k"])
-            if given.shape != shape:
-                raise InputError(f"predictions has shape {given.shape}, expected {shape}")
-            if given.size and not 0 <= given.min() <= given.max() < model["experts"]:
-                raise InputError(f"predictions: expected experts 0 to {model['experts'] - 1}")
-            held = np.ascontiguousarray(given, np.uint16)
+        held = self._expert_ids("predictions", experts)
         with self._operation():
-            c = ffi()
-            pointer = c.NULL if held is None else c.cast("uint16_t *", held.ctypes.data)
-            tokens = 0 if held is None else len(held)
-            self._check(self._lib.pds_session_set_predictions(self._pointer(), pointer, tokens))
+            self._check(self._lib.pds_session_set_predictions(self._pointer(), *_pointed(held)))
             self._predictions = held
+
+    def set_routes(self, experts: ArrayLike | None) -> None:
+        """Gates choose these from now on, whatever their input is, all with the same weight 1 /
+        top_k: for benchmarks of random weights, whose own routing is like no model's.
+
+        experts: [tokens, layers, top_k] ids, none twice in a row: what the MoE layer `layer`
+        chooses at position p of any sequence is [p modulo tokens, layer]; of other layers nothing
+        is read. None: gates choose for themselves again. Raises InputError.
+        """
+        held = self._expert_ids("routes", experts)
+        with self._operation():
+            self._check(self._lib.pds_session_set_routes(self._pointer(), *_pointed(held)))
+            self._routes = held
+
+    def _expert_ids(self, name: str, experts: ArrayLike | None) -> NDArray[np.uint16] | None:
+        """[tokens, layers, top_k], as the C session reads them."""
+        if experts is None:
+            return None
+        given = integers(name, experts)
+        model = self.engine.plan.model
+        shape = (len(given) if given.ndim else 0, model["layers"], model["top_k"])
+        if given.shape != shape:
+            raise InputError(f"{name} has shape {given.shape}, expected {shape}")
+        if given.size and not 0 <= given.min() <= given.max() < model["experts"]:
+            raise InputError(f"{name}: expected experts 0 to {model['experts'] - 1}")
+        return np.ascontiguousarray(given, np.uint16)
 
     def close(self) -> None:
         """Ends what runs and frees the session's memory; may be called again."""
@@ -431,6 +445,12 @@ class Session(SessionCore):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _pointed(ids: NDArray[np.uint16] | None) -> tuple[Any, int]:
+    """What C takes of it: where it lies, and its tokens."""
+    c = ffi()
+    return (c.NULL, 0) if ids is None else (c.cast("uint16_t *", ids.ctypes.data), len(ids))
 
 
 def _cannot_write(path: Path, error: OSError) -> PdscopeError:

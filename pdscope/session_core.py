@@ -45,6 +45,7 @@ class SessionCore:
         self._running = 0
         self._cancel_asked = False
         self._predictions: NDArray[np.uint16] | None = None  # that the C session reads
+        self._routes: NDArray[np.uint16] | None = None  # likewise
         self._tap_error: list[BaseException] = []
         rows = engine.info.max_rows
         self._token = np.zeros(rows, np.int32)

@@ -373,6 +373,8 @@ class ProfileCosts:
 
     def _measured(self) -> CostTable:
         weights = "mmap" if self.plan.bytes_under("weights") > _COPIED else None
+        if self.plan.absent_weights:
+            weights = "dummy"
         with Engine(self.plan, weights=weights, device="cpu") as engine:
             cache, rows = self._cache(engine), engine.info.max_rows
             if (kept := self._kept(cache, rows)) is not None:

@@ -151,7 +151,9 @@ def command(name: str) -> Callable[[Callable[..., Any]], Command]:
     return decorate
 
 
-def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def machine_options(
+    function: Callable[..., Any], policies: Sequence[str] = POLICIES
+) -> Callable[..., Any]:
     """The options that say what of the machine an engine uses, as one argument `machine`: what
     load() takes."""
 
@@ -172,8 +174,9 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option(
                 "--policy",
-                type=click.Choice(POLICIES),
-                help="What places experts on a GPU. Default: what the plan was compiled with.",
+                type=click.Choice(policies),
+                help="What places experts on a GPU. Default: what the plan was compiled with."
+                + (" all: each in turn." if "all" in policies else ""),
             ),
             click.option(
                 "-t",
@@ -194,9 +197,10 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option(
                 "--weights",
-                type=click.Choice(("auto", "mmap", "copy")),
-                help="copy: read to huge pages at load. mmap: the page cache. Default: "
-                "PDSCOPE_WEIGHTS, or auto: copy if the memory is there with room to spare.",
+                type=click.Choice(("auto", "mmap", "copy", "dummy")),
+                help="copy: read to huge pages at load. mmap: the page cache. dummy: made up, for "
+                "plans of dummy weights. Default: PDSCOPE_WEIGHTS, or auto: copy if the memory is "
+                "there with room to spare.",
             ),
             click.option(
                 "--cache-prefetch",

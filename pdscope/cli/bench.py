@@ -2,24 +2,26 @@
 predicts a text."""
 
 import json
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdscope.cli._common import command, machine_options, say_fallback
+from pdscope.cli._common import POLICIES, command, machine_options, say_fallback
 from pdscope.cli._interrupt import leave_at_interrupt
 from pdscope.cli.paths import GivenPath
-from pdscope.errors import BudgetError
+from pdscope.errors import BudgetError, TargetError
 
 if TYPE_CHECKING:
+    from pdscope.cli.bench_runs import Bench, Result, Test
     from pdscope.dummy_predictor import DummyPredictor
+    from pdscope.dummy_routing import DummyRouting
     from pdscope.engine import Engine
     from pdscope.plan import Plan
+
+REFERENCE = "adaptsched"  # what --policy all compares with
 
 
 def _counts(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -27,30 +29,6 @@ def _counts(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[i
     if not all(part.strip().isdigit() for part in parts):
         raise click.BadParameter(f"{value!r} is not a list of counts such as 512,4096.")
     return tuple(int(part) for part in parts)
-
-
-@dataclass(frozen=True)
-class Result:
-    """One test: `seconds` of each repetition for `tokens` tokens."""
-
-    test: str
-    tokens: int
-    seconds: tuple[float, ...]
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Tokens a second."""
-        return tuple(self.tokens / s for s in self.seconds)
-
-    def spread(self) -> dict[str, float]:
-        rates = self.rates
-        return {
-            "mean": statistics.fmean(rates),
-            "stddev": statistics.stdev(rates) if len(rates) > 1 else 0.0,
-            "min": min(rates),
-            "median": statistics.median(rates),
-            "max": max(rates),
-        }
 
 
 @command("pdscope-bench")
@@ -109,13 +87,27 @@ class Result:
     "Default: what the plan was compiled with.",
 )
 @click.option(
+    "--load-format",
+    type=click.Choice(("auto", "dummy")),
+    default="auto",
+    help="dummy: for a plan of dummy weights: make them up in memory, and read no weight file. "
+    "Results are marked so.",
+)
+@click.option(
+    "--dummy-routing",
+    metavar="zipf:S|uniform|trace:FILE",
+    help="Replace what gates choose by made-up routes: zipf:S: skewed by rank^-S, with topics that "
+    "last from token to token; uniform; trace:FILE: those of a routing.npz. zipf:S,seed:N: another "
+    "draw. Results are marked so.",
+)
+@click.option(
     "--save-routing",
     type=GivenPath(dir_okay=False),
     metavar="FILE",
     help="Run the tests once more, unmeasured, and write which experts the gates chose, and which "
     "were predicted, as a routing.npz for pdscope-simulate --trace.",
 )
-@machine_options
+@partial(machine_options, policies=(*POLICIES, "all"))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a Markdown table.")
 def main(
     plan: Path,
@@ -128,6 +120,8 @@ def main(
     against: Path | None,
     tokens: int,
     dummy_predictor: str | None,
+    load_format: str,
+    dummy_routing: str | None,
     save_routing: Path | None,
     as_json: bool,
 ) -> None:
@@ -141,18 +135,34 @@ def main(
     --perplexity predicts every token of a text from those before it, in windows of 512 tokens, and
     prints exp of the mean loss: with --against, what int8 or int4 weights cost.
 
+    --policy all runs every policy of a plan with a GPU in turn, on the same weights, tokens and
+    routes, and prints how each compares with adaptsched. With dummy weights or routing the experts
+    that a test activates are counted, as few of them make a model look fast.
+
     \b
     pdscope-bench plan/
     pdscope-bench plan/ -p 128,512 -n 64 -r 5
     pdscope-bench plan/ -p 0 -n 32 --json
+    pdscope-bench gpu-plan/ --load-format dummy --dummy-routing zipf:0.8 --policy all
     pdscope-bench int4-plan/ --perplexity text.txt --against bf16-plan/
     """
     with leave_at_interrupt():
+        from pdscope.cli.bench_runs import Bench
         from pdscope.engine import load
         from pdscope.plan import Plan
 
-    if text is not None and dummy_predictor is not None:
-        raise click.UsageError("--dummy-predictor is of no use to --perplexity.")
+    if load_format == "dummy" and machine["weights"] not in (None, "dummy"):
+        raise click.UsageError(f"--load-format dummy and --weights {machine['weights']}.")
+    given = {
+        "--dummy-predictor": dummy_predictor is not None,
+        "--dummy-routing": dummy_routing is not None,
+        "--load-format dummy": load_format == "dummy",
+        "--policy all": machine["policy"] == "all",
+    }
+    if text is not None and (useless := [name for name, there in given.items() if there]):
+        raise click.UsageError(f"{useless[0]} is of no use to --perplexity.")
+    if load_format == "dummy":
+        machine["weights"] = "dummy"
     if text is not None:
         _perplexity([p for p in (plan, against) if p], text, tokens, machine, as_json)
         return
@@ -171,22 +181,69 @@ def main(
                 f"{flag} {n}: the plan's context is {opened.max_context} tokens: measure fewer, or "
                 "recompile with a larger --max-context"
             )
+    all_policies = machine["policy"] == "all"
+    if all_policies:
+        if opened.gpu is None or machine["device"] == "cpu":
+            raise click.UsageError("--policy all compares what uses a GPU: give a plan with one.")
+        machine["policy"] = None
+    routing = _routing(dummy_routing)
+    longest = max(n for _, n in tests)
+    routes = None if routing is None else routing.routes(opened, longest)
     with load(
         opened,
         **machine,
     ) as engine:
-        say_fallback(engine, machine["device"])
-        results = [
-            _measure(engine, kind, n, repetitions, not no_warmup, dummy) for kind, n in tests
-        ]
+        bench = Bench(engine, repetitions, not no_warmup, dummy, routing, routes)
+        if all_policies:
+            results = _all_policies(bench, tests)
+        else:
+            say_fallback(engine, machine["device"])
+            results = list(bench.alone(tests))
         if save_routing is not None:
-            _save_routing(engine, tests, save_routing)
+            bench.save_routing(tests, save_routing)
         if as_json:
-            click.echo(json.dumps([_report(engine, r, dummy) for r in results], indent=2))
+            click.echo(json.dumps([_report(bench, r, results) for r in results], indent=2))
             return
         click.echo(_markdown(engine, results))
-        if dummy is not None:
-            click.echo(f"\nDUMMY PREDICTOR: {dummy.describe()}")
+        for line in _marks(bench, results):
+            click.echo(f"\n{line}")
+
+
+def _routing(asked: str | None) -> "DummyRouting | None":
+    from pdscope.dummy_routing import DummyRouting
+
+    return None if asked is None else DummyRouting.parse(asked)
+
+
+def _all_policies(bench: "Bench", tests: "list[Test]") -> "list[Result]":
+    """Raises TargetError where no GPU can be used."""
+    engine = bench.engine
+    about = engine.gpu()
+    if about["device"] != "gpu":
+        raise TargetError(f"--policy all: {about['why']}: run it where the GPU is")
+    results = list(bench.compared(tests, POLICIES))
+    engine.set_policy(REFERENCE)  # for what follows
+    return results
+
+
+def _marks(bench: "Bench", results: "list[Result]") -> Iterator[str]:
+    """Lines that say what of the results is made up."""
+    from pdscope.cli.format import table
+
+    model = bench.engine.plan.model
+    if model["load_format"] == "dummy":
+        yield "DUMMY WEIGHTS: random values, not a model's"
+    if bench.routing is not None:
+        yield f"DUMMY ROUTING: {bench.routing.describe()}"
+    if bench.dummy is not None:
+        yield f"DUMMY PREDICTOR: {bench.dummy.describe()}"
+    counted = {r.test: r.distinct for r in results if r.distinct}
+    if counted:
+        rows = [("distinct experts a layer", "mean", "least", "most", "of")]
+        for test, each in counted.items():
+            numbers = (f"{sum(each) / len(each):.1f}", str(min(each)), str(max(each)))
+            rows.append((test, *numbers, str(model["experts"])))
+        yield table(rows)
 
 
 def _dummy(plan: "Plan", asked: str | None, predictor: str) -> "DummyPredictor | None":
@@ -200,65 +257,6 @@ def _dummy(plan: "Plan", asked: str | None, predictor: str) -> "DummyPredictor |
     chosen = DummyPredictor.parse(asked)
     check_plan(plan)
     return chosen
-
-
-def _save_routing(engine: "Engine", tests: list[tuple[str, int]], file: Path) -> None:
-    from pdscope.routing_trace import Recorder
-
-    recorder = Recorder(engine.plan.model["experts"])
-    with recorder.watch(engine.main):
-        for kind, n in tests:
-            engine.main.reset()
-            _runner(engine, kind, n)()
-    recorder.trace().save(file)
-
-
-def _runner(engine: "Engine", kind: str, n: int) -> Callable[[], None]:
-    """A test, from an empty context."""
-    import numpy as np
-
-    ids = np.random.default_rng(n).integers(0, engine.info.vocab, n, dtype=np.int32)
-    tokens = ids.tolist()
-    session = engine.main
-
-    def prefill() -> None:
-        session.prefill(ids)
-
-    def decode() -> None:
-        for token in tokens:
-            session.decode(token)
-
-    return prefill if kind == "pp" else decode
-
-
-def _measure(
-    engine: "Engine",
-    kind: str,
-    n: int,
-    repetitions: int,
-    warmup: bool,
-    dummy: "DummyPredictor | None",
-) -> Result:
-    from pdscope.dummy_predictor import record
-
-    session = engine.main
-    run = _runner(engine, kind, n)
-    if dummy is not None:
-        session.set_predictions(None)
-        session.reset()
-        experts = engine.plan.model["experts"]
-        session.set_predictions(dummy.predictions(record(session, run), experts))
-    if warmup:
-        _timed(session.reset, run)
-    seconds = tuple(_timed(session.reset, run) for _ in range(repetitions))
-    return Result(f"{kind}{n}", n, seconds)
-
-
-def _timed(before: Callable[[], None], run: Callable[[], None]) -> float:
-    before()
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
 
 
 def _perplexity(
@@ -307,8 +305,24 @@ def _perplexity(
     click.echo(markdown(rows))
 
 
-def _report(engine: "Engine", result: Result, dummy: "DummyPredictor | None") -> dict[str, Any]:
+def _ratio(result: "Result", results: "list[Result]") -> float | None:
+    """Of its mean speed to adaptsched's in the same test; None: there is but one policy."""
+    for other in results:
+        if other.test == result.test and other.policy == REFERENCE:
+            return result.spread()["mean"] / other.spread()["mean"]
+    return None
+
+
+def _report(bench: "Bench", result: "Result", results: "list[Result]") -> dict[str, Any]:
+    engine, dummy, routing = bench.engine, bench.dummy, bench.routing
     model, predictor = engine.plan.model, engine.predictor()
+    compared: dict[str, Any] = {}
+    if result.policy is not None:
+        compared = {
+            "policy": result.policy,
+            "ratio_to_adaptsched": _ratio(result, results),
+            "ledger": result.ledger,
+        }
     if dummy is not None:
         about = {"state": "dummy", "why": dummy.describe(), "dummy": dummy.as_dict()}
         predictor |= about
@@ -322,19 +336,23 @@ def _report(engine: "Engine", result: Result, dummy: "DummyPredictor | None") ->
         "source": model["source_name"],
         "parameters": model["parameters"],
         "dtype": engine.plan.data["dtype"],
+        "dummy_weights": model["load_format"] == "dummy",
+        "dummy_routing": None if routing is None else routing.as_dict(),
+        "distinct_experts": result.distinct,
+        **compared,
         "weight_bytes": engine.info.weight_bytes,
         "isa": engine.info.isa,
         "threads": engine.info.threads,
         "placement": engine.info.placement(),
         "cache_prefetch": engine.cache_prefetch(),
         "predictor": predictor,
-        "gpu": engine.gpu(),
+        "gpu": result.gpu or engine.gpu(),
         "learner": engine.learner(),
         "plan_hash": engine.plan.plan_hash,
     }
 
 
-def _markdown(engine: "Engine", results: list[Result]) -> str:
+def _markdown(engine: "Engine", results: "list[Result]") -> str:
     from pdscope.cli.format import human_bytes, markdown
 
     model, info = engine.plan.model, engine.info
@@ -347,15 +365,21 @@ def _markdown(engine: "Engine", results: list[Result]) -> str:
     )
 
     def rows() -> Iterator[tuple[str, ...]]:
+        compares = any(result.policy for result in results)
         yield (
-            *("model", "size", "params", "isa", "threads"),
-            *("test", "t/s", "min", "median", "max"),
+            *("model", "size", "params", "isa", "threads", "test"),
+            *(("policy",) if compares else ()),
+            *("t/s", "min", "median", "max"),
+            *((f"to {REFERENCE}",) if compares else ()),
         )
         for result in results:
             s = result.spread()
             mean = f"{s['mean']:.2f} ± {s['stddev']:.2f}"
             rest = (f"{s[key]:.2f}" for key in ("min", "median", "max"))
-            yield (*same, result.test, mean, *rest)
+            policy = (result.policy,) if result.policy else ()
+            ratio = _ratio(result, results)
+            compared = () if ratio is None else (f"{ratio:.2f}",)
+            yield (*same, result.test, *policy, mean, *rest, *compared)
 
     return markdown(list(rows()))
 

@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     help="dummy: seeded random weights, for a config.json without weights.",
 )
 @click.option(
+    "--no-weights",
+    is_flag=True,
+    help="With --load-format dummy: a plan without weight files, for models too large for the "
+    "disk. pdscope-bench --load-format dummy makes weights up in memory; nothing else runs it.",
+)
+@click.option(
     "--max-context",
     type=click.IntRange(min=1),
     help="Tokens a sequence may hold; sizes the KV cache. Default: the model's, at most 32768.",
@@ -164,11 +170,14 @@ def main(model: Path, output: str | None, as_json: bool, **options: Any) -> None
     pdscope-compile Qwen3-30B-A3B -o qwen3.plan
     pdscope-compile Mixtral-8x7B -o mixtral.plan --dtype bf16 --max-context 8192
     pdscope-compile config.json --load-format dummy --dry-run      # how much memory would it take?
+    pdscope-compile config.json --load-format dummy --no-weights -o plan   # how fast would it be?
 
     Next: pdscope-inspect PLAN to read it, pdscope-run PLAN to run it.
     """
     if output is None and not options["dry_run"]:
         raise click.UsageError("Missing option '-o' / '--output' (or --dry-run).")
+    if options["no_weights"] and options["load_format"] != "dummy":
+        raise click.UsageError("--no-weights goes with --load-format dummy.")
     with leave_at_interrupt():
         from pdscope.cli.progress import CompileProgress
         from pdscope.compiler.driver import compile_model, resumable
@@ -252,6 +261,12 @@ def _runs_where(manifest: dict[str, Any]) -> str:
     )
 
 
+def _where(result: "CompileResult") -> str:
+    if "absent_weights" in result.manifest:
+        return "in no file (DUMMY WEIGHTS, made up when it is loaded)"
+    return f"in {len(result.memory['weights'])} files"
+
+
 def _print_summary(result: "CompileResult") -> None:
     from pdscope.cli.format import human_bytes, pairs
 
@@ -271,7 +286,7 @@ def _print_summary(result: "CompileResult") -> None:
         ),
         ("kernel paths", f"{', '.join(m['target']['isa'])} (target {m['target']['name']})"),
         ("programs", f"{m['programs']['count']} with {m['programs']['instructions']} instructions"),
-        ("weights", f"{human_bytes(memory['weights'])} in {len(result.memory['weights'])} files"),
+        ("weights", f"{human_bytes(memory['weights'])} {_where(result)}"),
         (
             "memory",
             f"{human_bytes(memory['session'])} a session of {m['max_context']} tokens "
@@ -306,7 +321,8 @@ def _print_summary(result: "CompileResult") -> None:
     for note in result.notes:
         click.echo(f"note: {note}")
     if result.plan is not None:
-        click.echo(
-            f"\nread it: pdscope-inspect {shlex.quote(str(result.plan))}"
-            f"\nrun it:  pdscope-run {shlex.quote(str(result.plan))} --prompt '...'"
-        )
+        plan = shlex.quote(str(result.plan))
+        run_it = f"pdscope-run {plan} --prompt '...'"
+        if "absent_weights" in m:
+            run_it = f"pdscope-bench {plan} --load-format dummy"
+        click.echo(f"\nread it: pdscope-inspect {plan}\nrun it:  {run_it}")

@@ -195,6 +195,8 @@ def _print_summary(plan: "Plan", as_json: bool) -> None:
         where = f"{experts['gpu']} experts on the GPU, {experts['cpu']} on the CPU"
     eos = ", ".join(map(str, plan.eos)) or "none"
     weights = f"{human_bytes(memory['weights'])} mapped"
+    if plan.absent_weights:
+        weights = f"{human_bytes(memory['weights'])} of dummy weights, which are in no file"
     dummy = " (random weights, --load-format dummy)" if model["load_format"] == "dummy" else ""
     rows = [
         ("plan", f"{plan.path} (format {data['format_version']}, {data['generator']})"),

@@ -122,7 +122,7 @@ typedef struct pds_gpu_info {
   uint64_t weight_bytes;  /* of what is used: what is no expert, */
   uint64_t slot_bytes;    /* and the experts' slots; the rest is sessions' */
   uint64_t expert_bytes;  /* one slot */
-  uint64_t recompiles[3]; /* in decode, batch and prefill: layers that were recompiled, */
+  uint64_t recompiles[3]; /* in decode, batch and prefill: layers that were recompiled since the schedule was set, */
   uint64_t recompile_ns[3]; /* and what that took since their routes were known */
   const char *name;       /* of the device; lives as long as the engine */
 } pds_gpu_info;

@@ -80,6 +80,8 @@ pds_status pds_engine_set_schedule(pds_engine *engine, const pds_schedule *sched
     p->sure_q16[i] = schedule->sure_q16 ? schedule->sure_q16[i] : 0;
   }
   memset(p->ledger, 0, r->layers * sizeof *p->ledger);
+  memset(p->recompiles, 0, sizeof p->recompiles);
+  memset(p->recompile_ns, 0, sizeof p->recompile_ns);
   memset(p->paused, 0, 3 * r->layers * sizeof *p->paused);
   p->set = true;
   pds_pool_close(engine->pool);

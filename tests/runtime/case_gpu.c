@@ -129,7 +129,7 @@ static void open_bench(bench *b, const char *settings) {
     gpu->cuda.cuEventCreate(&b->ready[i], 0);
     gpu->cuda.cuEventCreate(&b->freed[i], 0);
   }
-  for (int i = 0; i < PDS_LINK_IN_FLIGHT; i++) gpu->cuda.cuEventCreate(&gpu->link.chunk[i], 0);
+  for (int i = 0; i < PDS_LINK_DEPTH; i++) gpu->cuda.cuEventCreate(&gpu->link.chunk[i], 0);
   gpu->link.demand = (pds_transfers){.at = b->demand, .room = 8};
   gpu->link.spec = (pds_transfers){.at = b->spec, .room = 8};
 }
