@@ -254,24 +254,41 @@ def mock_driver() -> Path:
         TargetError: no compiler, or it failed: its first error lines are in the message.
         DiskError: the disk is full, or a file-size limit is reached.
     """
+    root = runtime_c.ROOT
+    units = [_Unit(root, s, (), (root / s).read_bytes()) for s in runtime_c.MOCK_SOURCES]
+    return _mock_library("libcuda-mock.so", "pds_mock_configure", units)
+
+
+def simt_kernels() -> Path:
+    """The GPU's kernels for the mock driver, which runs them thread by thread on the CPU; built
+    into the cache like it. `cuModuleLoadData` takes "PDSTWIN-LIBRARY " + path + newline.
+
+    Raises: as `mock_driver`.
+    """
+    root = runtime_c.ROOT
+    # What a source includes and is no header counts as part of it.
+    included = b"".join((root / name).read_bytes() for name in runtime_c.gpu_kernels())
+    units = [_Unit(root, s, (), (root / s).read_bytes() + included) for s in runtime_c.SIMT_SOURCES]
+    return _mock_library("libpdscope-simt.so", "pds_simt_image", units)
+
+
+def _mock_library(library: str, symbol: str, units: Sequence[_Unit]) -> Path:
     compiler = find_compiler()
-    flags = ("-Wl,-z,nodelete",)  # streams of the wall clock are threads: they may outlive dlclose
-    units = [
-        _Unit(runtime_c.ROOT, source, (), (runtime_c.ROOT / source).read_bytes())
-        for source in runtime_c.MOCK_SOURCES
-    ]
+    # Streams of the wall clock are threads, which have variables of their own: they may outlive
+    # dlclose.
+    flags = ("-Wl,-z,nodelete",)
     digest = hashlib.sha256(compiler.identity.encode() + b"\1" + _digest_headers())
     digest.update("\0".join((*COMMON_FLAGS, *LINK_FLAGS, *LIBRARIES, *flags)).encode())
     for unit in units:
         digest.update(f"\1{unit.source}\0{len(unit.content)}\0".encode() + unit.content)
     folder = config.cache_dir() / "mock-driver" / digest.hexdigest()[:16]
-    path = folder / "libcuda-mock.so"
+    path = folder / library
     if _is_whole(path):
         return path
     try:
         objects, _ = _objects(units, compiler, None)
         with tempfile.TemporaryDirectory(prefix="pdscope-build-") as name:
-            data = _link(objects, compiler, Path(name), path.name, "pds_mock_configure", flags)
+            data = _link(objects, compiler, Path(name), library, symbol, flags)
         folder.mkdir(parents=True, exist_ok=True)
         _write_aside(path, data)
         _write_aside(path.with_suffix(".json"), json.dumps(_seal(data)).encode())

@@ -79,6 +79,10 @@ MOCK_SOURCES: tuple[str, ...] = (
     "mock/faults.c",
 )
 
+#: Sources of the GPU's kernels as a library for the mock driver, relative to ROOT; the second
+#: includes every .cu file.
+SIMT_SOURCES: tuple[str, ...] = ("mock/simt.c", "mock/simt_kernels.c")
+
 
 @dataclass(frozen=True)
 class IsaPath:
@@ -122,6 +126,11 @@ ISA_PATHS: Mapping[str, IsaPath] = MappingProxyType(
 def headers() -> tuple[str, ...]:
     """Every header, relative to ROOT, sorted: all of them are part of the object cache's keys."""
     return tuple(sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.h")))
+
+
+def gpu_kernels() -> tuple[str, ...]:
+    """The GPU's kernels' sources, relative to ROOT, sorted."""
+    return tuple(sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.cu")))
 
 
 def sources(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:

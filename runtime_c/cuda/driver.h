@@ -15,6 +15,7 @@
 typedef int CUresult;
 typedef int CUdevice;
 typedef int CUdevice_attribute;
+typedef int CUfunction_attribute;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
@@ -72,6 +73,7 @@ enum {
   CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91,
   CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 };
+enum { CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
 enum { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
 enum { CU_EVENT_DEFAULT = 0, CU_EVENT_BLOCKING_SYNC = 1, CU_EVENT_DISABLE_TIMING = 2 };
 enum {
@@ -134,6 +136,8 @@ enum {
   X(cuModuleUnload, cuModuleUnload, (CUmodule module))                                             \
   X(cuModuleGetFunction, cuModuleGetFunction,                                                      \
     (CUfunction * out_function, CUmodule module, const char *name))                                \
+  X(cuFuncSetAttribute, cuFuncSetAttribute,                                                        \
+    (CUfunction function, CUfunction_attribute attribute, int value))                              \
   X(cuLaunchKernel, cuLaunchKernel,                                                                \
     (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,     \
      unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void **params,    \
@@ -196,6 +200,10 @@ typedef struct pds_twin_module {
   uint32_t n;
   pds_twin_entry entries[];
 } pds_twin_module;
+/* The mock also takes this text with a path and a newline behind it: a shared library whose symbol
+ * PDS_TWIN_SYMBOL is such a module. */
+#define PDS_TWIN_LIBRARY "PDSTWIN-LIBRARY "
+#define PDS_TWIN_SYMBOL "pds_simt_image"
 
 /* The oldest driver that does: CUDA 12.0, which Linux driver 525 brought. */
 #define PDS_CUDA_MIN_VERSION 12000

@@ -23,7 +23,7 @@ typedef struct thread_state {
   uint32_t n;
   CUcontext contexts[STACK];
   const char *call;
-  char last_text[256];
+  char last_text[LOST_BYTES + 64];
 } thread_state;
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -192,8 +192,8 @@ CUresult cuDeviceGetAttribute(int *out_value, CUdevice_attribute attribute, CUde
   if (result != CUDA_SUCCESS) return mock_leave(result);
   switch (attribute) {
   case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *out_value = 1024; break;
-  case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK: *out_value = 48 << 10; break;
-  case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *out_value = 163 << 10; break;
+  case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK: *out_value = SHARED_MOST; break;
+  case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *out_value = SHARED_OPTIN; break;
   case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *out_value = (int)mock.set.sms; break;
   case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: *out_value = 40 << 20; break;
   case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT: *out_value = DIRECTIONS; break;

@@ -17,7 +17,13 @@
 typedef enum op_kind { OP_H2D, OP_D2H, OP_D2D, OP_MEMSET, OP_KERNEL, OP_WAIT, OP_RECORD } op_kind;
 enum { DIRECTIONS = 2 }; /* OP_H2D and OP_D2H index the copy engines */
 
+enum { LOST_BYTES = 320 }; /* of a text on why a context is lost */
+
 typedef __int128 wide;
+
+typedef struct grid {
+  unsigned x[3], block[3], shared_bytes;
+} grid;
 
 typedef struct op {
   op_kind kind;
@@ -26,8 +32,9 @@ typedef struct op {
   bool started, done;
   bool never;     /* it does not end, nor does anything behind it in its stream */
   CUresult fault; /* what the context is lost with when it ends; CUDA_SUCCESS: nothing */
-  int64_t ready;  /* when its turn in the stream came; before that, when it was submitted */
-  int64_t end;    /* when it is done */
+  char why[LOST_BYTES];
+  int64_t ready; /* when its turn in the stream came; before that, when it was submitted */
+  int64_t end;   /* when it is done */
   struct op *next;
   /* copies, memset */
   void *to;
@@ -38,7 +45,8 @@ typedef struct op {
   wide left;     /* of a copy under way, bytes * 1e9 ... */
   int64_t since; /* ... at this time; from then on it moves */
   /* kernels */
-  void (*fn)(void *params);
+  CUfunction function;
+  grid grid;
   void *params;
   uint32_t *tokens;
   int64_t duration;
@@ -61,6 +69,8 @@ struct CUevent_st {
 
 /* --- memory, modules --- */
 
+enum { SHARED_MOST = 48 << 10, SHARED_OPTIN = 163 << 10 }; /* bytes of a block */
+
 typedef enum block_kind { BLOCK_DEVICE, BLOCK_PINNED, BLOCK_REGISTERED, BLOCK_FREED } block_kind;
 typedef struct block {
   struct block *next;
@@ -72,12 +82,14 @@ typedef struct block {
 struct CUfunc_st {
   CUmodule module;
   char *name;
-  void (*fn)(void *params);
+  pds_twin_entry entry; /* its name is the module's */
+  unsigned shared_most; /* bytes of dynamic shared memory that a launch may ask for */
   int64_t launches;
 };
 
 struct CUmod_st {
   struct CUmod_st *next;
+  void *library; /* or NULL */
   uint32_t n;
   struct CUfunc_st functions[];
 };
@@ -135,7 +147,7 @@ typedef struct mock_state {
   uint64_t generation; /* counts resets, which leave no thread a context; 0: no call yet */
   uint32_t retained;   /* of the primary context */
   CUresult lost;       /* what every call answers since the context was lost */
-  char lost_why[160];
+  char lost_why[LOST_BYTES];
   settings set;
   counters count;
   CUstream streams; /* the NULL stream is the one that was made first */
@@ -243,5 +255,7 @@ void mock_free_module(CUmodule module);
 
 /* Counts one of what the fault waits for; true at the one that it strikes. */
 bool mock_strikes(int64_t *fault);
+/* Notes what the context is lost with when the work ends. */
+void mock_fault(op *o, CUresult result, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 
 #endif

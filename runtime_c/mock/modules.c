@@ -1,5 +1,6 @@
 /* modules.c: modules of C functions, and their launch. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,23 +22,52 @@ static CUfunction find_function(CUfunction handle) {
   return NULL;
 }
 
+static bool is_twin(const void *image) {
+  /* A string comparison: an image of another kind may be shorter than the magic. */
+  return strncmp(image, PDS_TWIN_MAGIC, sizeof PDS_TWIN_MAGIC) == 0;
+}
+
+/* The module of the library that the text of an image names; NULL with an error text. */
+static const pds_twin_module *open_library(const char *text, void **out_library) {
+  const size_t bytes = strcspn(text, "\n");
+  char *path = mock_alloc(bytes + 1);
+  memcpy(path, text, bytes);
+  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  free(path);
+  const void *image = library ? dlsym(library, PDS_TWIN_SYMBOL) : NULL;
+  if (image && is_twin(image)) {
+    *out_library = library;
+    return image;
+  }
+  const char *why = library ? NULL : dlerror();
+  mock_error(CUDA_ERROR_INVALID_IMAGE, "no library of kernels: %.200s",
+             why ? why : "it has no " PDS_TWIN_SYMBOL);
+  if (library) dlclose(library);
+  return NULL;
+}
+
 CUresult cuModuleLoadData(CUmodule *out_module, const void *image) {
   CUresult result = mock_enter("cuModuleLoadData");
   if (result != CUDA_SUCCESS) return mock_leave(result);
   if (!out_module || !image)
     return mock_leave(mock_error(CUDA_ERROR_INVALID_VALUE, "no image, or no place for the module"));
   const pds_twin_module *twin = image;
-  /* A string comparison: an image of another kind may be shorter than the magic. */
-  if (strncmp(image, PDS_TWIN_MAGIC, sizeof twin->magic) != 0)
+  void *library = NULL;
+  if (strncmp(image, PDS_TWIN_LIBRARY, strlen(PDS_TWIN_LIBRARY)) == 0) {
+    twin = open_library((const char *)image + strlen(PDS_TWIN_LIBRARY), &library);
+    if (!twin) return mock_leave(CUDA_ERROR_INVALID_IMAGE);
+  } else if (!is_twin(image)) {
     return mock_leave(mock_error(CUDA_ERROR_INVALID_IMAGE,
                                  "the mock runs kernels of pds_twin_module, not PTX or a cubin"));
+  }
   CUmodule module = mock_alloc(sizeof *module + twin->n * sizeof *module->functions);
+  module->library = library;
   module->n = twin->n;
   for (uint32_t i = 0; i < twin->n; i++) {
     size_t bytes = strlen(twin->entries[i].name) + 1;
     char *name = mock_alloc(bytes);
     memcpy(name, twin->entries[i].name, bytes);
-    module->functions[i] = (struct CUfunc_st){module, name, twin->entries[i].fn, 0};
+    module->functions[i] = (struct CUfunc_st){module, name, twin->entries[i], SHARED_MOST, 0};
   }
   module->next = mock.modules;
   mock.modules = module;
@@ -51,6 +81,7 @@ void mock_free_module(CUmodule module) {
   while (*at != module) at = &(*at)->next;
   *at = module->next;
   for (uint32_t i = 0; i < module->n; i++) free(module->functions[i].name);
+  if (module->library) dlclose(module->library);
   free(module);
 }
 
@@ -83,11 +114,23 @@ CUresult cuModuleGetFunction(CUfunction *out_function, CUmodule handle, const ch
 
 /* --- launch --- */
 
-typedef struct grid {
-  unsigned x[3], block[3], shared_bytes;
-} grid;
+CUresult cuFuncSetAttribute(CUfunction handle, CUfunction_attribute attribute, int value) {
+  CUresult result = mock_enter("cuFuncSetAttribute");
+  if (result != CUDA_SUCCESS) return mock_leave(result);
+  CUfunction function = find_function(handle);
+  if (!function) return mock_leave(CUDA_ERROR_INVALID_HANDLE);
+  if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
+    return mock_leave(
+        mock_error(CUDA_ERROR_INVALID_VALUE, "attribute %d cannot be set here", attribute));
+  if (value < 0 || value > SHARED_OPTIN)
+    return mock_leave(mock_error(CUDA_ERROR_INVALID_VALUE,
+                                 "%d bytes of shared memory a block, at most %d", value,
+                                 SHARED_OPTIN));
+  function->shared_most = (unsigned)value;
+  return mock_leave(CUDA_SUCCESS);
+}
 
-static CUresult check_grid(const grid *g) {
+static CUresult check_grid(const grid *g, CUfunction function) {
   static const uint64_t most[3] = {2147483647, 65535, 65535}; /* of compute capability 3.0 and up */
   uint64_t threads = 1;
   for (int i = 0; i < 3; i++) {
@@ -100,9 +143,13 @@ static CUresult check_grid(const grid *g) {
   if (threads > 1024)
     return mock_error(CUDA_ERROR_INVALID_VALUE, "%llu threads a block, at most 1024",
                       (unsigned long long)threads);
-  if (g->shared_bytes > 163u << 10)
-    return mock_error(CUDA_ERROR_INVALID_VALUE, "%u bytes of shared memory a block",
-                      g->shared_bytes);
+  if (g->shared_bytes > function->shared_most)
+    return mock_error(CUDA_ERROR_INVALID_VALUE,
+                      "%u bytes of shared memory a block; %s has at most %u, and up to %d with "
+                      "cuFuncSetAttribute",
+                      g->shared_bytes, function->name, function->shared_most, SHARED_OPTIN);
+  if (function->entry.run && threads != g->block[0])
+    return mock_error(CUDA_ERROR_INVALID_VALUE, "%s takes blocks of one dimension", function->name);
   return CUDA_SUCCESS;
 }
 
@@ -130,7 +177,7 @@ static CUresult launch(CUfunction handle, const grid *g, CUstream stream_handle,
   CUfunction function = find_function(handle);
   CUstream stream = function ? mock_stream(stream_handle) : NULL;
   if (!stream) return CUDA_ERROR_INVALID_HANDLE;
-  CUresult result = check_grid(g);
+  CUresult result = check_grid(g, function);
   if (result != CUDA_SUCCESS) return result;
   if (!params || !params[0] || extra)
     return mock_error(CUDA_ERROR_INVALID_VALUE, "expected the parameter struct in params[0], and "
@@ -144,9 +191,11 @@ static CUresult launch(CUfunction handle, const grid *g, CUstream stream_handle,
     return result;
   }
   const pds_twin_work *work = o->params;
-  o->fn = function->fn;
+  o->function = function;
+  o->grid = *g;
   o->duration = mock_cost(mock.set.kernels, function->name, work->n, o->tokens, work->extra);
-  if (mock_strikes(&mock.set.fail_launch)) o->fault = CUDA_ERROR_LAUNCH_FAILED;
+  if (mock_strikes(&mock.set.fail_launch))
+    mock_fault(o, CUDA_ERROR_LAUNCH_FAILED, "fault fail_launch");
   function->launches++;
   mock.count.launches++;
   mock_submit(stream, o);

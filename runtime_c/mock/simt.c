@@ -47,10 +47,18 @@ typedef struct copy {
   uint32_t group;
 } copy;
 
+/* A stack, and where it was left. */
+typedef struct spot {
+  jmp_buf at;
+  void *bottom; /* bottom, bytes, fake, fiber: for sanitizers */
+  size_t bytes;
+  void *fake, *fiber;
+} spot;
+
 typedef struct thread {
   pds_simt_thread seen; /* first: what pds_simt_self points to */
   struct block *block;
-  jmp_buf here;
+  spot here;
   thread_state state;
   pds_simt_place place; /* of the collective function */
   /* its arguments */
@@ -72,7 +80,7 @@ typedef struct block {
   pds_simt_block seen;
   pds_simt_fn fn;
   const void *params;
-  jmp_buf scheduler;
+  spot scheduler;
   thread *threads;
   warp warps[MOST_THREADS / WARP];
   uint32_t living, waiting; /* waiting: in pds_sync() */
@@ -104,12 +112,60 @@ int pds_simt_refuse(const char *fmt, ...) {
 
 /* --- fibers --- */
 
-static void __attribute__((noinline)) change(jmp_buf *from, jmp_buf *to) {
-  if (_setjmp(*from) == 0) _longjmp(*to, 1);
+/* Sanitizers must know of stacks; where the process has none, nobody defines these. */
+#define SANITIZER __attribute__((weak, visibility("default")))
+SANITIZER void __sanitizer_start_switch_fiber(void **fake, const void *bottom, size_t bytes);
+SANITIZER void __sanitizer_finish_switch_fiber(void *fake, const void **bottom, size_t *bytes);
+SANITIZER void *__tsan_get_current_fiber(void);
+SANITIZER void *__tsan_create_fiber(unsigned flags);
+SANITIZER void __tsan_destroy_fiber(void *fiber);
+SANITIZER void __tsan_switch_to_fiber(void *fiber, unsigned flags);
+
+static void announce(spot *to, void **fake) {
+  if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(fake, to->bottom, to->bytes);
+  if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(to->fiber, 0);
 }
 
-/* Until its turn comes again. */
+static void arrived(const spot *here) {
+  if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(here->fake, NULL, NULL);
+}
+
+static void __attribute__((noinline)) change(spot *from, spot *to) {
+  if (_setjmp(from->at) == 0) {
+    announce(to, &from->fake);
+    _longjmp(to->at, 1);
+  }
+  arrived(from);
+}
+
+/* For good. */
+static void __attribute__((noinline, noreturn)) leave(spot *to) {
+  announce(to, NULL);
+  _longjmp(to->at, 1);
+}
+
+/* The calling thread's stack. */
+static void find_own(spot *p) {
+  pthread_attr_t attributes;
+  if (__tsan_get_current_fiber) p->fiber = __tsan_get_current_fiber();
+  if (!__sanitizer_start_switch_fiber || pthread_getattr_np(pthread_self(), &attributes) != 0)
+    return;
+  pthread_attr_getstack(&attributes, &p->bottom, &p->bytes);
+  pthread_attr_destroy(&attributes);
+}
+
+/* Until its turn comes again. The next lane that can go on has it now; after the last, the scheduler. */
 static void give_turn(thread *t) {
+  const block *b = t->block;
+  const warp *own = &b->warps[t->seen.tid / WARP];
+  thread *lanes = t - t->seen.tid % WARP;
+  const uint32_t step = b->backwards ? UINT32_MAX : 1;
+  for (uint32_t i = t->seen.tid % WARP + step; i < own->lanes; i += step)
+    if (lanes[i].state == RUNS) {
+      pds_simt_self = &lanes[i].seen;
+      change(&t->here, &lanes[i].here);
+      return;
+    }
   change(&t->here, &t->block->scheduler);
 }
 
@@ -126,14 +182,14 @@ static void fail(thread *t, pds_simt_place at, const char *fmt, ...) {
   pds_simt_refuse("%s:%d: %s (block %u,%u,%u thread %u)", at.file, at.line, text, index[0],
                   index[1], index[2], t->seen.tid);
   t->block->failed = true;
-  _longjmp(t->block->scheduler, 1);
+  leave(&t->block->scheduler);
 }
 
 static void complete_warp(block *b, uint32_t w);
 static void complete_block(block *b);
 
 /* Those that are left need not wait for it. */
-static void end_thread(thread *t) {
+static void __attribute__((noinline)) end_thread(thread *t) {
   block *b = t->block;
   const uint32_t w = t->seen.tid / WARP;
   warp *own = &b->warps[w];
@@ -148,8 +204,9 @@ static void end_thread(thread *t) {
  * look at thread-local variables itself. */
 static void live(unsigned high, unsigned low) {
   thread *t = (thread *)((uintptr_t)high << 16 << 16 | low);
+  arrived(&t->here);
   for (;;) {
-    give_turn(t);
+    change(&t->here, &t->block->scheduler);
     t->block->fn(t->block->params);
     end_thread(t);
   }
@@ -159,21 +216,31 @@ static bool make_fiber(const fibers *f, thread *t, unsigned char *stack) {
   const size_t guard = f->stack - STACK;
   const uintptr_t address = (uintptr_t)t;
   ucontext_t context;
-  block maker; /* for its scheduler alone */
+  block maker = {0}; /* for its scheduler alone */
   if (mprotect(stack, guard, PROT_NONE) != 0 || getcontext(&context) != 0) return false;
   context.uc_stack.ss_sp = stack + guard;
   context.uc_stack.ss_size = STACK;
   context.uc_link = NULL;
   makecontext(&context, (void (*)(void))live, 2, (unsigned)(address >> 16 >> 16),
               (unsigned)address);
+  find_own(&maker.scheduler);
+  t->here = (spot){.bottom = stack + guard, .bytes = STACK};
+  if (__tsan_create_fiber) t->here.fiber = __tsan_create_fiber(0);
   t->block = &maker;
-  if (_setjmp(maker.scheduler) != 0) return true;
-  setcontext(&context);
-  return false;
+  if (_setjmp(maker.scheduler.at) == 0) {
+    announce(&t->here, &maker.scheduler.fake);
+    setcontext(&context);
+    return false;
+  }
+  arrived(&maker.scheduler);
+  return true;
 }
 
 static void free_fibers(fibers *f) {
-  for (uint32_t i = 0; i < f->n; i++) free(f->threads[i].copies);
+  for (uint32_t i = 0; i < f->n; i++) {
+    free(f->threads[i].copies);
+    if (f->threads[i].here.fiber) __tsan_destroy_fiber(f->threads[i].here.fiber);
+  }
   if (f->stacks != MAP_FAILED) munmap(f->stacks, f->bytes);
   free(f);
 }
@@ -329,6 +396,7 @@ int pds_simt_run(pds_simt_fn fn, const void *params, const unsigned grid[3], uns
   b->fn = fn;
   b->params = params;
   b->threads = f->threads;
+  find_own(&b->scheduler);
   run_grid(b);
   pds_simt_self = NULL;
   const bool failed = b->failed;

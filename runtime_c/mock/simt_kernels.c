@@ -28,8 +28,8 @@
   GEMM(X)
 
 /* What a GPU checks at the launch, or what would be read wrongly there. */
-static inline int check(const char *name, const void *params, size_t bytes, unsigned most,
-                        unsigned threads) {
+PDS_FN int check(const char *name, const void *params, size_t bytes, unsigned most,
+                 unsigned threads) {
   if (((const pds_cu_head *)params)->bytes != bytes)
     return pds_simt_refuse("%s: the parameter struct says it has %u bytes, the kernel's has %zu",
                            name, ((const pds_cu_head *)params)->bytes, bytes);
@@ -39,6 +39,7 @@ static inline int check(const char *name, const void *params, size_t bytes, unsi
 }
 
 #define RUN(name, params, most)                                                                    \
+  _Static_assert(sizeof(params) <= 4096, "what a kernel's parameters may take");                   \
   _Static_assert(pds_cu_##name##_threads == (most), "list.h and the kernel on its threads");       \
   static void body_##name(const void *p) {                                                         \
     pds_cu_##name##_simt((const params *)p);                                                       \
@@ -65,13 +66,15 @@ typedef struct kernel_image {
 } kernel_image;
 _Static_assert(offsetof(pds_twin_module, entries) == offsetof(kernel_image, entries), "an image");
 
-extern const kernel_image pds_simt_image;
-__attribute__((visibility("default"))) const kernel_image pds_simt_image = {PDS_TWIN_MAGIC,
-                                                                            KERNELS_HERE,
-                                                                            {
+/* The last has no name, since there may be no other. */
 #define ENTRY(kernel, params, most)                                                                \
   {.name = "pds_cu_" #kernel, .run = run_##kernel, .error = pds_simt_error},
-                                                                                KERNELS(ENTRY)
-#undef ENTRY
-                                                                                    {.name = NULL},
-                                                                            }};
+#define ENTRIES                                                                                    \
+  {                                                                                                \
+    KERNELS(ENTRY) {                                                                               \
+      .name = NULL                                                                                 \
+    }                                                                                              \
+  }
+extern const kernel_image pds_simt_image;
+__attribute__((visibility("default")))
+const kernel_image pds_simt_image = {PDS_TWIN_MAGIC, KERNELS_HERE, ENTRIES};

@@ -229,7 +229,8 @@ static CUresult copy(op_kind kind, CUstream handle, void *to, const void *from, 
   o->from = from;
   o->bytes = bytes;
   o->pageable = pageable;
-  if (mock_strikes(&mock.set.fail_copy)) o->fault = CUDA_ERROR_ECC_UNCORRECTABLE;
+  if (mock_strikes(&mock.set.fail_copy))
+    mock_fault(o, CUDA_ERROR_ECC_UNCORRECTABLE, "fault fail_copy");
   int64_t *const counts[] = {&mock.count.h2d_copies, &mock.count.d2h_copies, &mock.count.d2d_copies,
                              &mock.count.h2d_bytes,  &mock.count.d2h_bytes,  &mock.count.d2d_bytes};
   *counts[kind] += 1;

@@ -76,11 +76,11 @@ static void finish(CUstream s) {
     mock.engines[o->kind].free_at = o->end;
   }
   s->reached = o->end;
-  CUresult fault = o->fault;
-  o->done = fault == CUDA_SUCCESS;
-  bool kernel = o->kind == OP_KERNEL;
+  o->done = o->fault == CUDA_SUCCESS;
+  mock_hold(o); /* it is dropped with its stream's other work where the context is lost */
   mock_pop(s);
-  if (fault != CUDA_SUCCESS) mock_lose(fault, kernel ? "fault fail_launch" : "fault fail_copy");
+  if (o->fault != CUDA_SUCCESS) mock_lose(o->fault, o->why);
+  mock_drop(o);
 }
 
 /* What happens next, unless it is later than `limit`. */

@@ -97,7 +97,7 @@ static void *run(void *argument) {
     if (wait_for_turn(stream)) {
       do_head(stream);
       if (o->fault != CUDA_SUCCESS)
-        mock_lose(o->fault, o->kind == OP_KERNEL ? "fault fail_launch" : "fault fail_copy");
+        mock_lose(o->fault, o->why);
       else
         o->done = true;
     }

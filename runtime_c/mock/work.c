@@ -88,9 +88,18 @@ void mock_poison(const op *o) {
   if (to + o->bytes <= from || from + o->bytes <= to) memset(o->to, 0xff, o->bytes);
 }
 
+static void run_kernel(op *o) {
+  const pds_twin_entry *e = &o->function->entry;
+  const grid *g = &o->grid;
+  if (e->fn)
+    e->fn(o->params);
+  else if (e->run(o->params, g->x, g->block[0], g->shared_bytes) != 0)
+    mock_fault(o, CUDA_ERROR_LAUNCH_FAILED, "kernel %s: %s", o->function->name, e->error());
+}
+
 void mock_perform(op *o) {
   if (o->fault != CUDA_SUCCESS) return;
   if (is_copy(o) || o->kind == OP_D2D) memmove(o->to, o->from, o->bytes);
   if (o->kind == OP_MEMSET) memset(o->to, o->value, o->bytes);
-  if (o->kind == OP_KERNEL) o->fn(o->params);
+  if (o->kind == OP_KERNEL) run_kernel(o);
 }

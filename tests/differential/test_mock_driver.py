@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import cuda, driver_cases
+from support import cuda, driver_cases, simt
 from support.cuda import Driver, at, ffi
 from support.stream_model import Link, Model, Op
 
-from pdscope.compiler.build import mock_driver
+from pdscope.compiler.build import mock_driver, simt_kernels
 from pdscope.runtime_c import ROOT
 
 NULL = ffi().NULL
@@ -134,6 +134,146 @@ def test_a_module_for_another_driver(gpu: Driver) -> None:
     assert gpu.counter("modules") == before - 1
     out = ffi().new("CUfunction *")
     assert gpu.cuModuleGetFunction(out, gpu.module, b"mix") == "CUDA_ERROR_INVALID_HANDLE"
+
+
+# --- kernels that run thread by thread (simt_probes.c) ---
+
+
+def grid_kernel(gpu: Driver, name: str) -> Any:
+    text = f"PDSTWIN-LIBRARY {simt.probes()}\n".encode()
+    module = gpu.ok.cuModuleLoadData(ffi().from_buffer(text))
+    return gpu.ok.cuModuleGetFunction(module, name.encode())
+
+
+def launch_probe(
+    gpu: Driver,
+    function: Any,
+    to: int,
+    stream: Any = NULL,
+    *,
+    n: int = 0,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    block: tuple[int, int, int] = (32, 1, 1),
+    shared: int = 1024,
+) -> str:
+    """A probe that reads and writes at `to`."""
+    words = simt.ffi().cast("uint32_t *", to)
+    p = simt.params("probe", **{"in": words, "out": words, "n": n})
+    pointers = ffi().new("void *[]", [ffi().cast("void *", int(simt.ffi().cast("uintptr_t", p)))])
+    return str(gpu.cuLaunchKernel(function, *grid, *block, shared, stream, pointers, NULL))
+
+
+@pytest.mark.parametrize("clock", ["clock=virtual", "kernels=start", "clock=wall"])
+def test_a_kernel_has_its_grid(library: Driver, clock: str) -> None:
+    """Every thread of every block, once the stream gets there; costs go by its name."""
+    library.configure(f"reset; {clock}; kernel.places.base=5us")
+    library.open()
+    places, stream = grid_kernel(library, "places"), library.stream()
+    to = library.alloc(24 * 96 * 4)
+    done = library.event()
+    assert (
+        launch_probe(library, places, to, stream, grid=(4, 3, 2), block=(96, 1, 1))
+        == "CUDA_SUCCESS"
+    )
+    library.ok.cuEventRecord(done, stream)
+    library.ok.cuStreamSynchronize(stream)
+    assert library.pds_mock_event_time(done) >= 5000
+    out = np.array(library.read(to, 24 * 96 * 4)).reshape(24, 96, 4)
+    assert (out[:, :, 0] == np.arange(24)[:, None]).all()
+    assert (out[:, :, 1] == np.arange(96)).all()
+    assert library.counter("launches.places") == 1
+    library.close()
+    library.configure("reset")
+
+
+@pytest.mark.parametrize("clock", ["clock=virtual", "kernels=start", "clock=wall"])
+def test_a_kernel_that_fails_loses_the_context(library: Driver, clock: str) -> None:
+    """With the emulator's text, which names the kernel and a line; the next context is sound."""
+    library.configure(f"reset; {clock}")
+    library.open()
+    stream, to = library.stream(), library.alloc(64)
+    function = grid_kernel(library, "half_a_warp")
+    assert launch_probe(library, function, to, stream) == "CUDA_SUCCESS"
+    assert library.cuStreamSynchronize(stream) == "CUDA_ERROR_LAUNCH_FAILED"
+    text = r"the context is lost: kernel half_a_warp: .*simt_probes\.c:\d+: pds_shfl: waits for"
+    assert re.search(text, library.last())
+    assert library.cuMemAlloc(ffi().new("CUdeviceptr *"), 4) == "CUDA_ERROR_LAUNCH_FAILED"
+    library.close()
+    library.open()
+    to = library.alloc(24 * 96 * 4)
+    assert launch_probe(library, grid_kernel(library, "places"), to) == "CUDA_SUCCESS"
+    library.ok.cuStreamSynchronize(NULL)
+    library.close()
+    library.configure("reset")
+
+
+def test_kernels_of_two_streams_run_at_once(library: Driver) -> None:
+    """Wall clock: each in its stream's thread."""
+    library.configure("reset; clock=wall")
+    library.open()
+    deep, streams = grid_kernel(library, "deep"), [library.stream() for _ in range(4)]
+    places = [library.alloc(512) for _ in streams]
+    for _ in range(3):
+        for stream, to in zip(streams, places, strict=True):
+            assert (
+                launch_probe(library, deep, to, stream, grid=(4, 1, 1), block=(512, 1, 1))
+                == "CUDA_SUCCESS"
+            )
+    for stream, to in zip(streams, places, strict=True):
+        library.ok.cuStreamSynchronize(stream)
+        assert library.read(to, 512) == [1023 * 512 + 1024 * i for i in range(512)]
+    library.close()
+    library.configure("reset")
+
+
+def test_much_shared_memory_is_asked_for(gpu: Driver) -> None:
+    """More than 48 KiB wants cuFuncSetAttribute, which gives up to the device's limit."""
+    function, to, most = grid_kernel(gpu, "shuffles"), gpu.alloc(256), 163 << 10
+    assert gpu.ok.cuDeviceGetAttribute(97, 0) == most
+    assert launch_probe(gpu, function, to, shared=48 << 10) == "CUDA_SUCCESS"
+    assert launch_probe(gpu, function, to, shared=(48 << 10) + 1) == "CUDA_ERROR_INVALID_VALUE"
+    assert "49153 bytes of shared memory a block; shuffles has at most 49152" in gpu.last()
+    for value in (-1, most + 1):
+        assert gpu.cuFuncSetAttribute(function, 8, value) == "CUDA_ERROR_INVALID_VALUE"
+        assert f"{value} bytes of shared memory a block, at most {most}" in gpu.last()
+    assert gpu.cuFuncSetAttribute(function, 0, 1) == "CUDA_ERROR_INVALID_VALUE"
+    assert gpu.cuFuncSetAttribute(NULL, 8, 1) == "CUDA_ERROR_INVALID_HANDLE"
+    gpu.ok.cuFuncSetAttribute(function, 8, most)
+    assert launch_probe(gpu, function, to, shared=most) == "CUDA_SUCCESS"
+    gpu.ok.cuFuncSetAttribute(function, 8, 100)
+    assert launch_probe(gpu, function, to, shared=101) == "CUDA_ERROR_INVALID_VALUE"
+    gpu.ok.cuStreamSynchronize(NULL)
+
+
+def test_blocks_have_one_dimension(gpu: Driver) -> None:
+    function, to = grid_kernel(gpu, "shuffles"), gpu.alloc(256)
+    assert launch_probe(gpu, function, to, block=(16, 2, 1)) == "CUDA_ERROR_INVALID_VALUE"
+    assert "shuffles takes blocks of one dimension" in gpu.last()
+
+
+def test_an_image_that_names_no_kernels(gpu: Driver, tmp_path: Path) -> None:
+    """A library that is not there, is none, or has no kernels."""
+    bad = tmp_path / "bad.so"
+    bad.write_text("no library")
+    for path, text in (
+        (tmp_path / "none.so", "none.so"),
+        (bad, "bad.so"),
+        (mock_driver(), "it has no pds_simt_image"),
+    ):
+        image = ffi().from_buffer(f"PDSTWIN-LIBRARY {path}\n".encode())
+        assert gpu.cuModuleLoadData(ffi().new("CUmodule *"), image) == "CUDA_ERROR_INVALID_IMAGE"
+        assert "no library of kernels: " in gpu.last() and text in gpu.last()
+
+
+def test_the_gpus_kernels_are_a_library(gpu: Driver) -> None:
+    """Built once per content, with every kernel that a .cu file of the runtime has."""
+    path = simt_kernels()
+    assert path.name == "libpdscope-simt.so" and simt_kernels() == path
+    module = gpu.ok.cuModuleLoadData(ffi().from_buffer(f"PDSTWIN-LIBRARY {path}\n".encode()))
+    sources = [p.read_text(encoding="utf-8") for p in (ROOT / "cuda" / "kernels").glob("*.cu")]
+    for name in re.findall(r"^PDS_KERNEL\((\w+),", "\n".join(sources), re.M):
+        gpu.ok.cuModuleGetFunction(module, name.encode())
+    gpu.ok.cuModuleUnload(module)
 
 
 # --- the virtual clock ---

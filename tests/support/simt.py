@@ -56,8 +56,11 @@ def ffi() -> Any:
     params = re.sub(r"^typedef (unsigned )?[a-z ]+ u?int\d+_t;\n", "", params, flags=re.M)
     names = ", ".join(f"PDS_CU_{name}" for name in (*kernels(), "COUNT"))
     listed = f"typedef enum pds_cu_kernel {{ {names} }} pds_cu_kernel;"
+    probe = (
+        "typedef struct { pds_cu_head head; const uint32_t *in; uint32_t *out; uint32_t n; } probe;"
+    )
     interface = cffi.FFI()
-    interface.cdef(params + listed + declarations("cuda/launch.h") + IMAGE)
+    interface.cdef(params + listed + declarations("cuda/launch.h") + IMAGE + probe)
     return interface
 
 
@@ -79,7 +82,7 @@ def params(struct: str, **fields: Any) -> Any:
     kept as long as the struct."""
     p = ffi().new(f"{struct} *")
     p.head.bytes = ffi().sizeof(struct)
-    _alive[p] = [value for value in fields.values() if isinstance(value, np.ndarray)]
+    _alive[p] = [v for v in fields.values() if isinstance(v, np.ndarray)]
     for name, value in fields.items():
         setattr(p, name, pointer(value) if isinstance(value, np.ndarray) else value)
     return p
@@ -90,10 +93,12 @@ def device(sms: int = 108, shared_most: int = 163 << 10, compute: int = 80) -> A
     return ffi().new("pds_cu_device *", (sms, shared_most, compute))
 
 
-def launch(name: str, p: Any, grid: Sequence[int], threads: int, shared: int = 0) -> None:
+def launch(
+    name: str, p: Any, grid: Sequence[int], threads: int, shared: int = 0, *, of: Any = None
+) -> None:
     """Runs the kernel `name`, "pds_cu_..." as in list.h; Fault if it fails, KeyError if no .cu file
-    has it."""
-    image = library().pds_simt_image
+    has it. of: another library of kernels."""
+    image = (of or library()).pds_simt_image
     entries = ffi().cast("entry *", image.entries)
     found = {ffi().string(entries[i].name).decode(): entries[i] for i in range(image.n)}
     entry = found[name]
@@ -111,15 +116,10 @@ def launch_as(shape: Any, p: Any) -> None:
 
 
 @cache
-def _probes() -> tuple[Any, Any]:
-    interface = cffi.FFI()
-    interface.cdef("""
-    typedef struct probe { const uint32_t *in; uint32_t *out; uint32_t n; } probe;
-    int run_probe(const char *, const void *, const unsigned *, unsigned, unsigned);
-    const char *pds_simt_error(void);
-    """)
+def probes() -> Path:
+    """The library of simt_probes.c."""
     sources = [ROOT / "mock" / "simt.c", Path(__file__).with_name("simt_probes.c")]
-    return interface, interface.dlopen(str(cc.shared_object([(s, ()) for s in sources])))
+    return cc.shared_object([(s, ()) for s in sources])
 
 
 def probe(
@@ -133,7 +133,6 @@ def probe(
     shared: int = 1024,
 ) -> np.ndarray:
     """What the probe makes of an array: uint32 [words], zero at first, both 16-byte aligned."""
-    interface, library = _probes()
     data = np.ascontiguousarray(given).ravel().view(np.uint32)
     space = np.zeros(data.size + words + 16, np.uint32)
     first = -(space.ctypes.data // 4) % 4
@@ -141,10 +140,6 @@ def probe(
     source[:] = data
     at = first + -(-data.size // 4) * 4
     out = space[at : at + words]
-    p = interface.new("probe *")
-    p.__setattr__("in", interface.cast("uint32_t *", source.ctypes.data))
-    p.out, p.n = interface.cast("uint32_t *", out.ctypes.data), n
-    shape = interface.new("unsigned[3]", list(grid))
-    if library.run_probe(name.encode(), p, shape, threads, shared) != 0:
-        raise Fault(interface.string(library.pds_simt_error()).decode())
+    p = params("probe", **{"in": source, "out": out, "n": n})
+    launch(name, p, grid, threads, shared, of=ffi().dlopen(str(probes())))
     return out.copy()

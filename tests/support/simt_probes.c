@@ -1,10 +1,12 @@
-/* simt_probes.c: kernels that show what the emulator of a GPU's blocks does (mock/simt.h). Each is
- * called with a `probe` of words. */
+/* simt_probes.c: kernels that show what the emulator of a GPU's blocks does (mock/simt.h), as a library
+ * of kernels for the mock driver. Each is called with a `probe` of words. */
 #include <stddef.h>
 
+#include "cuda/driver.h"
 #include "cuda/kernels/device.h"
 
 typedef struct probe {
+  pds_cu_head head;
   const uint32_t *in;
   uint32_t *out;
   uint32_t n;
@@ -170,18 +172,25 @@ PDS_KERNEL(deep, probe, 1024) {
   X(pack)                                                                                          \
   X(deep)
 
-#define PROBE(name)                                                                                \
-  static void name##_untyped(const void *p) {                                                      \
+#define RUN(name)                                                                                  \
+  static void body_##name(const void *p) {                                                         \
     name##_simt(p);                                                                                \
+  }                                                                                                \
+  static int run_##name(const void *p, const unsigned grid[3], unsigned threads,                   \
+                        unsigned shared_bytes) {                                                   \
+    return pds_simt_run(body_##name, p, grid, threads, shared_bytes);                              \
   }
-PROBES(PROBE)
+PROBES(RUN)
 
-__attribute__((visibility("default"))) int run_probe(const char *name, const void *p,
-                                                     const unsigned grid[3], unsigned threads,
-                                                     unsigned shared_bytes) {
-#define TRY(kernel)                                                                                \
-  if (strcmp(name, #kernel) == 0)                                                                  \
-    return pds_simt_run(kernel##_untyped, p, grid, threads, shared_bytes);
-  PROBES(TRY)
-  return pds_simt_refuse("no probe %s", name);
-}
+#define COUNT(name) +1
+typedef struct probe_image {
+  char magic[8];
+  uint32_t n;
+  pds_twin_entry entries[PROBES(COUNT)];
+} probe_image;
+_Static_assert(offsetof(pds_twin_module, entries) == offsetof(probe_image, entries), "an image");
+
+extern const probe_image pds_simt_image;
+#define ENTRY(kernel) {.name = #kernel, .run = run_##kernel, .error = pds_simt_error},
+__attribute__((visibility("default")))
+const probe_image pds_simt_image = {PDS_TWIN_MAGIC, PROBES(COUNT), {PROBES(ENTRY)}};
