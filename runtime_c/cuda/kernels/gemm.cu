@@ -3,9 +3,10 @@
  * launch_gemm.c chooses.
  *
  * Numbers: products are summed up in fp32, in an order that depends neither on the other rows of a call
- * nor on its holes: the stream kernels add up parts of k, one a warp; the tile kernels 16 k after 16 k.
+ * nor on how many experts it has. The stream kernels add up parts of k, one a warp, of which experts'
+ * blocks have fewer than others; all tile kernels go through k 16 at a time, so they agree to the bit.
  * Integer weights: the stream kernels multiply a group's sum by its scale, the tile kernels round
- * weight times scale to bf16, and the scalar ones round neither. */
+ * weight times scale to bf16, and the scalar ones, whose products of the two are exact, do neither. */
 #include "device.h"
 
 #include "gemm_bits.h"
