@@ -1,5 +1,5 @@
-/* gemm_scalar.h: GEMMs in plain fp32: those with fp32 weights, and what no other kernel covers. Weights
- * of integers times their scales are exact in fp32. */
+/* gemm_scalar.h: GEMMs in plain fp32: those with fp32 weights, and what no other kernel covers.
+ * Weights of integers times their scales are exact in fp32. */
 
 /* A word of weights holds 1 << this k. */
 PDS_FN uint32_t gemm_word_shift(const pds_cu_gemm *p) {
@@ -33,8 +33,8 @@ PDS_FN const uint8_t *gemm_x_row(const pds_cu_gemm *p, const gemm_part *part, ui
   return part->x + gemm_x_at(p, part, r) * gemm_act_bytes(p);
 }
 
-/* What a thread fetches of a stage of the scalar kernel: 4 k of a row of x, one k of 4 columns. NULL:
- * zeros. */
+/* What a thread fetches of a stage of the scalar kernel: 4 k of a row of x, one k of 4 columns.
+ * NULL: zeros. */
 typedef struct gemm_fetch {
   const uint8_t *row, *panel;
   uint32_t x_k, w_k, quad;
@@ -127,7 +127,7 @@ PDS_KERNEL(pds_cu_gemm_scalar, pds_cu_gemm, GEMM_SCALAR_THREADS) {
 }
 
 /* Four columns of a few rows from one panel: sum[row][column] of the lane's share of k. The block's
- * lanes, in fours, take 64-byte rows of the panel in turn: fp32 weights, a k each, then the others. */
+ * lanes, in fours, take 64-byte rows of the panel in turn: of fp32 weights, a k each. */
 PDS_FN void gemm_few_f32(const pds_cu_gemm *p, const uint8_t *const *row, uint32_t rows,
                          const uint8_t *panel, float (*sum)[4]) {
   const uint32_t x_end = gemm_x_end(p), turns = GEMM_FEW_WARPS * 8;
@@ -183,8 +183,8 @@ PDS_FN void gemm_few_others(const pds_cu_gemm *p, const uint8_t *const *row, uin
   }
 }
 
-/* A panel, or a pair in swiglu, times 4 rows: k is split over the lanes and warps, and their sums are
- * added up in an order that does not depend on rows. */
+/* A panel, or a pair in swiglu, times 4 rows: k is split over the lanes and warps, and their sums
+ * are added up in an order that does not depend on rows. */
 PDS_KERNEL(pds_cu_gemm_few, pds_cu_gemm, GEMM_FEW_WARPS * 32) {
   const gemm_part part = gemm_part_of(p, PDS_BLOCK_Y);
   const uint32_t low = PDS_BLOCK_Z * GEMM_FEW_ROWS;
