@@ -1,11 +1,13 @@
-/* gemm.cu: y = x W^T on packed weights, and SwiGLU (params.h). Rows of 16 and fewer go to the stream
- * kernels, more to the tile kernels, both on tensor cores with bf16 x; the rest to the scalar ones.
- * launch_gemm.c chooses.
+/* gemm.cu: y = x W^T on packed weights, and SwiGLU (params.h). Rows of 16 and fewer go to the
+ * stream kernels, more to the tile kernels, both on tensor cores with bf16 x; the rest to the
+ * scalar ones. launch_gemm.c chooses.
  *
- * Numbers: products are summed up in fp32, in an order that depends neither on the other rows of a call
- * nor on its holes: the stream kernels add up parts of k, one a warp; the tile kernels 16 k after 16 k.
- * Integer weights: the stream kernels multiply a group's sum by its scale, the tile kernels round
- * weight times scale to bf16, and the scalar ones round neither. */
+ * Numbers: products are summed up in fp32, in an order that depends neither on the other rows of a
+ * call nor on how many experts it has. The stream kernels add up parts of k, one a warp, of which
+ * experts' blocks have fewer than others; all tile kernels go through k 16 at a time, so they agree
+ * to the bit. Integer weights: the stream kernels multiply a group's sum by its scale, the tile
+ * kernels round weight times scale to bf16, and the scalar ones, whose products of the two are
+ * exact, do neither. */
 #include "device.h"
 
 #include "gemm_bits.h"
@@ -19,8 +21,8 @@ PDS_FN uint32_t gemm_stream_row(void) {
 }
 
 /* The end of a stream kernel: sums of the block's warps, an even number of them, are added up and
- * written. A lane's sum[i] is that of column 4 t + i: row g of the first panel, of the second one, then
- * row g + 8 of both. y_at: gemm_y_at of this thread's row. */
+ * written. A lane's sum[i] is that of column 4 t + i: row g of the first panel, of the second one,
+ * then row g + 8 of both. y_at: gemm_y_at of this thread's row. */
 PDS_FN void gemm_stream_finish(const pds_cu_gemm *p, const gemm_part *part, float (*sum)[4],
                                uint64_t y_at) {
   const uint32_t warps = PDS_THREADS / 32;

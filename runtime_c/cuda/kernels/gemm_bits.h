@@ -31,8 +31,8 @@ PDS_FN uint32_t gemm_fma2(uint32_t a, uint32_t b, uint32_t c) {
 }
 #endif
 
-/* Bytes 0 and 1 of a pair as bytes 0 and 2 of two bf16 from 128 on, whose upper byte is 0x43: a byte
- * below 128 is then 128 more than itself. */
+/* Bytes 0 and 1 of a pair as bytes 0 and 2 of two bf16 from 128 on, whose upper byte is 0x43: a
+ * byte below 128 is then 128 more than itself. */
 enum { GEMM_LOW_PAIR = 0x4140, GEMM_HIGH_PAIR = 0x4342 };
 
 /* Two int8 of a word, those of `pair`: 128 + the lower 7 bits, less 128 or, if negative, 256, which

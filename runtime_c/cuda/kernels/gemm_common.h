@@ -1,5 +1,5 @@
-/* gemm_common.h: what the GEMM kernels share: where a block works, rows of x and y, and what becomes of
- * a sum. */
+/* gemm_common.h: what the GEMM kernels share: where a block works, rows of x and y, and what
+ * becomes of a sum. */
 #ifndef PDS_CUDA_GEMM_COMMON_H
 #define PDS_CUDA_GEMM_COMMON_H
 

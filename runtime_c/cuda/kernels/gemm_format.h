@@ -1,5 +1,6 @@
-/* gemm_format.h: the tensor-core kernels on one format of weights. No include guard: gemm.cu includes it
- * for each, with GEMM_BITS, and the kernels' names in GEMM_STREAM and GEMM_TILE(rows of a block). */
+/* gemm_format.h: the tensor-core kernels on one format of weights. No include guard: gemm.cu
+ * includes it for each, with GEMM_BITS, and the kernels' names in GEMM_STREAM and GEMM_TILE(rows of
+ * a block). */
 #include "gemm_stream.h"
 
 #include "gemm_tile_parts.h"

@@ -1,13 +1,13 @@
-/* gemm_scalar.h: GEMMs in plain fp32: those with fp32 weights, and what no other kernel covers. Weights
- * of integers times their scales are exact in fp32. */
+/* gemm_scalar.h: GEMMs in plain fp32: those with fp32 weights, and what no other kernel covers.
+ * Weights of integers times their scales are exact in fp32. */
 
-/* The k that a word of weights holds. */
-PDS_FN uint32_t gemm_word_k(const pds_cu_gemm *p) {
+/* A word of weights holds 1 << this k. */
+PDS_FN uint32_t gemm_word_shift(const pds_cu_gemm *p) {
   switch (p->w_dtype) {
-  case PDS_CU_F32: return 1;
-  case PDS_CU_BF16: return 2;
-  case PDS_CU_I8: return 4;
-  default: return 8;
+  case PDS_CU_F32: return 0;
+  case PDS_CU_BF16: return 1;
+  case PDS_CU_I8: return 2;
+  default: return 3;
   }
 }
 /* Number i of a word's values, without scale. */
@@ -33,8 +33,8 @@ PDS_FN const uint8_t *gemm_x_row(const pds_cu_gemm *p, const gemm_part *part, ui
   return part->x + gemm_x_at(p, part, r) * gemm_act_bytes(p);
 }
 
-/* What a thread fetches of a stage of the scalar kernel: 4 k of a row of x, one k of 4 columns. NULL:
- * zeros. */
+/* What a thread fetches of a stage of the scalar kernel: 4 k of a row of x, one k of 4 columns.
+ * NULL: zeros. */
 typedef struct gemm_fetch {
   const uint8_t *row, *panel;
   uint32_t x_k, w_k, quad;
@@ -48,13 +48,14 @@ PDS_FN void gemm_fetch_stage(const pds_cu_gemm *p, const gemm_fetch *f, uint32_t
     x[i] = f->row && k < x_end ? gemm_x_value(p, f->row, k) : 0;
     w[i] = 0;
   }
-  const uint32_t k = base + f->w_k, word_k = gemm_word_k(p);
+  const uint32_t k = base + f->w_k, shift = gemm_word_shift(p);
   if (!f->panel || k >= p->k_pad) return;
-  const pds_u4 v = pds_load16(f->panel + (uint64_t)(k / word_k) * 64 + f->quad * 16);
+  const pds_u4 v = pds_load16(f->panel + (uint64_t)(k >> shift) * 64 + f->quad * 16);
   const uint32_t word[4] = {v.x, v.y, v.z, v.w};
   PDS_UNROLL
   for (uint32_t i = 0; i < 4; i++)
-    w[i] = gemm_value(p, word[i], k % word_k) * gemm_scale(p, f->panel, k, f->quad * 4 + i);
+    w[i] = gemm_value(p, word[i], k & ((1u << shift) - 1)) *
+           gemm_scale(p, f->panel, k, f->quad * 4 + i);
 }
 
 /* 64 rows by 4 panels. A thread has 4 rows, and 2 columns of both panels of a pair; each sum is one
@@ -126,7 +127,7 @@ PDS_KERNEL(pds_cu_gemm_scalar, pds_cu_gemm, GEMM_SCALAR_THREADS) {
 }
 
 /* Four columns of a few rows from one panel: sum[row][column] of the lane's share of k. The block's
- * lanes, in fours, take 64-byte rows of the panel in turn: fp32 weights, a k each, then the others. */
+ * lanes, in fours, take 64-byte rows of the panel in turn: of fp32 weights, a k each. */
 PDS_FN void gemm_few_f32(const pds_cu_gemm *p, const uint8_t *const *row, uint32_t rows,
                          const uint8_t *panel, float (*sum)[4]) {
   const uint32_t x_end = gemm_x_end(p), turns = GEMM_FEW_WARPS * 8;
@@ -161,16 +162,16 @@ PDS_FN void gemm_few_f32(const pds_cu_gemm *p, const uint8_t *const *row, uint32
 
 PDS_FN void gemm_few_others(const pds_cu_gemm *p, const uint8_t *const *row, uint32_t rows,
                             const uint8_t *panel, float (*sum)[4]) {
-  const uint32_t quad = PDS_LANE % 4, word_k = gemm_word_k(p), x_end = gemm_x_end(p);
-  const uint32_t words = p->k_pad / word_k;
+  const uint32_t quad = PDS_LANE % 4, shift = gemm_word_shift(p), x_end = gemm_x_end(p);
+  const uint32_t words = p->k_pad >> shift;
   for (uint32_t at = PDS_WARP * 8 + PDS_LANE / 4; at < words; at += GEMM_FEW_WARPS * 8) {
-    const uint32_t from = at * word_k;
+    const uint32_t from = at << shift;
     const pds_u4 v = pds_load16_stream(panel + (uint64_t)at * 64 + quad * 16);
     const uint32_t word[4] = {v.x, v.y, v.z, v.w};
     float scale[4];
     PDS_UNROLL
     for (uint32_t c = 0; c < 4; c++) scale[c] = gemm_scale(p, panel, from, quad * 4 + c);
-    for (uint32_t k = from; k < gemm_min(from + word_k, x_end); k++) {
+    for (uint32_t k = from; k < gemm_min(from + (1u << shift), x_end); k++) {
       PDS_UNROLL
       for (uint32_t i = 0; i < GEMM_FEW_ROWS * 4; i++) {
         const uint32_t r = i / 4, c = i % 4;
@@ -182,8 +183,8 @@ PDS_FN void gemm_few_others(const pds_cu_gemm *p, const uint8_t *const *row, uin
   }
 }
 
-/* A panel, or a pair in swiglu, times 4 rows: k is split over the lanes and warps, and their sums are
- * added up in an order that does not depend on rows. */
+/* A panel, or a pair in swiglu, times 4 rows: k is split over the lanes and warps, and their sums
+ * are added up in an order that does not depend on rows. */
 PDS_KERNEL(pds_cu_gemm_few, pds_cu_gemm, GEMM_FEW_WARPS * 32) {
   const gemm_part part = gemm_part_of(p, PDS_BLOCK_Y);
   const uint32_t low = PDS_BLOCK_Z * GEMM_FEW_ROWS;

@@ -1,13 +1,13 @@
-/* gemm_stream.h: GEMMs of up to 16 rows, which cost what reading their weights costs. No include guard:
- * gemm.cu includes it with GEMM_BITS 16, 8 and 4; GEMM_STREAM is the kernel's name, GEMM_N(name) that of
- * a function of this inclusion.
+/* gemm_stream.h: GEMMs of up to 16 rows, which cost what reading their weights costs. No include
+ * guard: gemm_format.h includes it with GEMM_BITS 16, 8 or 4; GEMM_STREAM is the kernel's name,
+ * GEMM_N(name) that of a function of this inclusion.
  *
- * A block takes two panels of one matrix, each of its warps a part of k, and the parts are added up in
- * order of warps. The tensor cores multiply 16 rows of x by 8 columns. A lane (g, t) = (lane / 4,
- * lane % 4) reads 16 bytes, columns 4 (g / 2) .. + 3 of row 't' of panel g % 2, so the four words are
- * its operands in four products, of column 4 (g / 2) + i for i = 0 .. 3; and its sums are those of
- * columns 4 t + i of both panels, rows g and g + 8. Which k a lane's words hold is free, as long as its
- * words of x hold the same: k 8 t .. 8 t + 7 of 32, which is 16 bytes of x. */
+ * A block takes two panels of one matrix, each of its warps a part of k, and the parts are added up
+ * in order of warps. The tensor cores multiply 16 rows of x by 8 columns. A lane (g, t) = (lane /
+ * 4, lane % 4) reads 16 bytes, columns 4 (g / 2) .. + 3 of rows of panel g % 2, so the four words
+ * are its operands in four products, of column 4 (g / 2) + i for i = 0 .. 3; and its sums are those
+ * of columns 4 t + i of both panels, rows g and g + 8. Which k a lane's words hold is free, as long
+ * as its words of x hold the same: k 8 t .. 8 t + 7 of 32, which is 16 bytes of x. */
 
 /* 16-byte loads of a lane for 32 k; k of a warp's step; steps that it has under way together. */
 #define GEMM_LOADS (GEMM_BITS / 4)
@@ -28,7 +28,7 @@
 #define GEMM_GROUPS (GEMM_STEP / GEMM_GROUP)        /* of a scale */
 #define GEMM_STEP_BYTES (GEMM_STEP * GEMM_BITS * 2) /* of a panel */
 
-/* Columns i of a lane's words: k pairs `half` * 2 and + 1 of its four. */
+/* Column i of a lane's words: pairs of k number 2 half and 2 half + 1 of its four. */
 PDS_FN void GEMM_N(operand)(const uint32_t (*w)[4], uint32_t i, uint32_t half, uint32_t *b) {
 #if GEMM_BITS == 16
   b[0] = w[2 * half][i];

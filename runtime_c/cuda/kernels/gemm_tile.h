@@ -1,10 +1,11 @@
-/* gemm_tile.h: GEMMs of many rows. No include guard: gemm_format.h includes it with GEMM_ROWS, the rows
- * of a block's tile; GEMM_WARP_ROWS, the warps side by side in them; and what one warp has:
+/* gemm_tile.h: GEMMs of many rows. No include guard: gemm_format.h includes it with GEMM_ROWS, the
+ * rows of a block's tile; GEMM_WARP_ROWS, the warps side by side in them; and what one warp has:
  * GEMM_SUBTILES times 16 rows, GEMM_PAIRS of panels.
  *
- * A block has GEMM_ROWS rows of one matrix by 16 panels. x and weights pass through shared memory in
- * stages of 64 k, several of them under way. Columns are dealt to lanes as in gemm_stream.h: a lane's
- * sums are those of columns 4 (lane % 4) + i of both panels of a pair, so that gate and up meet. */
+ * A block has GEMM_ROWS rows of one matrix by 16 panels. x and weights pass through shared memory
+ * in stages of 64 k, several of them under way. Columns are dealt to lanes as in gemm_stream.h: a
+ * lane's sums are those of columns 4 (lane % 4) + i of both panels of a pair, so that gate and up
+ * meet. */
 
 #define GEMM_STAGE_BYTES GEMM_TILE_STAGE(GEMM_ROWS, GEMM_BITS)
 #define GEMM_PASS_ROWS (GEMM_WARP_ROWS * 16)
@@ -99,7 +100,7 @@ GEMM_KERNEL(GEMM_TILE(GEMM_ROWS), GEMM_TILE_THREADS) {
     }
   }
 
-  /* 16 rows of each warp at a time pass through shared memory, so that lines of y are written whole */
+  /* 16 rows of each warp at a time pass through shared memory: lines of y are written whole */
   float *line = (float *)PDS_SHARED;
   uint64_t *y_at = (uint64_t *)(line + GEMM_PASS_ROWS * GEMM_TILE_LINE);
   const uint32_t cols = GEMM_TILE_PANELS * 16 / (p->swiglu ? 2 : 1);

@@ -1,17 +1,17 @@
-/* gemm_tile_parts.h: how the tile kernels fetch weights of one format, and make operands of them. No
- * include guard: gemm_format.h includes it. */
+/* gemm_tile_parts.h: how the tile kernels fetch weights of one format, and make operands of them.
+ * No include guard: gemm_format.h includes it. */
 
 #define GEMM_PANEL_STAGE (GEMM_TILE_K * 2 * GEMM_BITS) /* bytes of a panel's rows */
 #define GEMM_CHUNKS (GEMM_PANEL_STAGE / 16)
 
-/* Where 16 bytes, columns 4 quad .. + 3 of a row of a panel, are in its part of a stage: moved so that
- * the eight lanes that read together, two panels and up to four rows, find all banks. */
+/* Where 16 bytes, columns 4 quad .. + 3 of a row of a panel, are in its part of a stage: moved so
+ * that the eight lanes that read together, two panels and up to four rows, find all banks. */
 PDS_FN uint32_t GEMM_N(chunk)(uint32_t row, uint32_t quad, uint32_t panel) {
   return (row * 4 + (quad ^ ((row & 2) + (panel & 1)))) * 16;
 }
 
-/* The block's panels, GEMM_TILE_K k from stage `number` on, in the background. `w`: the first panel;
- * what lies beyond `panels` of them becomes zero. */
+/* The block's panels, GEMM_TILE_K k from stage `number` on, in the background. `w`: the first
+ * panel; what lies beyond `panels` of them becomes zero. */
 PDS_FN void GEMM_N(fetch)(const pds_cu_gemm *p, uint8_t *to, const uint8_t *w, uint32_t panels,
                           uint32_t number) {
   const uint32_t chunk = PDS_TID % GEMM_CHUNKS, first = PDS_TID / GEMM_CHUNKS;
@@ -38,8 +38,8 @@ PDS_FN void GEMM_N(fetch)(const pds_cu_gemm *p, uint8_t *to, const uint8_t *w, u
 #endif
 }
 
-/* Operands of 16 k, number `step` of a stage, and a lane's four columns of a panel: b[i]. `stage`: of
- * the weights; panel: of the block. scale: of these columns, in both halves. */
+/* Operands of 16 k, number `step` of a stage, and a lane's four columns of a panel: b[i]. `stage`:
+ * of the weights; panel: of the block. scale: of these columns, in both halves. */
 PDS_FN void GEMM_N(operands)(const uint8_t *stage, uint32_t panel, uint32_t step,
                              const uint32_t *scale, uint32_t (*b)[2]) {
   const uint32_t quad = PDS_LANE / 8, t = PDS_LANE % 4;
