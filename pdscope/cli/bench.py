@@ -170,6 +170,11 @@ def main(
         raise click.UsageError("--against and --tokens go with --perplexity FILE.")
 
     opened = Plan.open(plan)
+    all_policies = machine["policy"] == "all"
+    if all_policies:
+        if opened.gpu is None or machine["device"] == "cpu":
+            raise click.UsageError("--policy all compares what uses a GPU: give a plan with one.")
+        machine["policy"] = None
     dummy = _dummy(opened, dummy_predictor, machine["predictor"])
     tests = [("pp", n) for n in n_prompt if n] + [("tg", n) for n in n_gen if n]
     if not tests:
@@ -181,11 +186,6 @@ def main(
                 f"{flag} {n}: the plan's context is {opened.max_context} tokens: measure fewer, or "
                 "recompile with a larger --max-context"
             )
-    all_policies = machine["policy"] == "all"
-    if all_policies:
-        if opened.gpu is None or machine["device"] == "cpu":
-            raise click.UsageError("--policy all compares what uses a GPU: give a plan with one.")
-        machine["policy"] = None
     routing = _routing(dummy_routing)
     longest = max(n for _, n in tests)
     routes = None if routing is None else routing.routes(opened, longest)

@@ -28,7 +28,7 @@ def run(*args: str) -> int:
 
 def test_markdown(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(plan, "-p", "8,96", "-n", "4", "-r", "3") == 0
-    head, rule, *rows = capsys.readouterr().out.splitlines()
+    head, rule, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert head.split()[1:] == [
         *("model", "|", "size", "|", "params", "|", "isa", "|", "threads", "|", "test", "|"),
         *("t/s", "|", "min", "|", "median", "|", "max", "|"),
@@ -37,6 +37,16 @@ def test_markdown(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row.split("|")[6].strip() for row in rows] == ["pp8", "pp96", "tg4"]
     assert all("\u00b1" in row for row in rows)
     assert len({len(line) for line in (head, rule, *rows)}) == 1
+
+
+def test_dummy_weights_are_marked(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--load-format dummy`: the weights are made up at load, and results say so."""
+    assert run(plan, "-p", "4", "-n", "0", "-r", "1", "--load-format", "dummy") == 0
+    assert "\nDUMMY WEIGHTS: random values" in capsys.readouterr().out
+    assert run(plan, "-p", "4", "-n", "0", "--load-format", "dummy", "--json") == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["dummy_weights"] and entry["placement"]["weights"] == "dummy"
+    assert entry["dummy_routing"] is None
 
 
 def test_json(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +86,11 @@ def test_beyond_the_context(
 
 
 @pytest.mark.parametrize(
-    "args", [("-p", "x"), ("-p", "-1"), ("-r", "0"), ("-p", "0", "-n", "0"), ("-p", "")]
+    "args",
+    [
+        *(("-p", "x"), ("-p", "-1"), ("-r", "0"), ("-p", "0", "-n", "0"), ("-p", "")),
+        *(("--policy", "all"), ("--load-format", "dummy", "--weights", "mmap")),
+    ],
 )
 def test_wrong_usage(plan: str, args: tuple[str, ...]) -> None:
     assert run(plan, *args) == 2
