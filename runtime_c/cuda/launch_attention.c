@@ -39,7 +39,7 @@ static attend_shape plain_shape(const pds_cu_attention *a) {
 static attend_shape mla_shape(const pds_cu_device *device, const pds_cu_attention *a) {
   const int few = a->rows <= FEW_ROWS && a->heads <= FEW_PAIRS;
   const uint32_t tiles = few ? 1 : 4, stages = few ? 5 : 3, pairs = 16 * tiles,
-                 scores = WARPS / tiles * pairs * 32 * 4, query = up(a->q_stride, 64) * 2;
+                 scores = WARPS / tiles * pairs * 32 * 4, query = a->q_stride * 2;
   const attend_shape s = {few ? PDS_CU_attend_mla_16 : PDS_CU_attend_mla_64,
                           parts(a->rows * a->heads, pairs), THREADS,
                           stages * a->q_stride * 64 + pairs * (query + 64 + 4) + scores};
@@ -58,13 +58,14 @@ static attend_shape gqa_shape(const pds_cu_device *device, const pds_cu_attentio
                         : dims <= 128 ? 128
                                       : 256;
   const int few = a->rows <= FEW_ROWS;
-  attend_shape s = {kernels[most / 128][!few], 0, THREADS, 512 * most};
+  attend_shape s = {kernels[most / 128][!few], 0, most == 256 ? 256 : 128,
+                    512 * most + MANY_PAIRS * 2 * most};
   if (few) {
-    const uint32_t warp = FEW_STAGES * 128 * most, room = device->shared_most / warp,
-                   warps = room < WARPS ? room : WARPS;
+    const uint32_t warp = FEW_STAGES * 128 * most, query = FEW_PAIRS * 2 * most,
+                   room = (device->shared_most - query) / warp, warps = room < WARPS ? room : WARPS;
     s.blocks = a->rows * a->kv_heads * parts(group, FEW_PAIRS);
     s.threads = 32 * warps;
-    s.shared = warps * warp;
+    s.shared = warps * warp + query;
   } else {
     s.blocks = parts(a->rows * group, MANY_PAIRS) * a->kv_heads;
   }
