@@ -36,14 +36,22 @@ static attend_shape plain_shape(const pds_cu_attention *a) {
   return s;
 }
 
+/* The first that fits: few rows fill no more than one tile of pairs. */
 static attend_shape mla_shape(const pds_cu_device *device, const pds_cu_attention *a) {
+  static const struct {
+    pds_cu_kernel kernel;
+    uint32_t tiles, stages;
+  } all[] = {
+      {PDS_CU_attend_mla_64, 4, 3}, {PDS_CU_attend_mla_16, 1, 5}, {PDS_CU_attend_mla_small, 1, 3}};
   const int few = a->rows <= FEW_ROWS && a->heads <= FEW_PAIRS;
-  const uint32_t tiles = few ? 1 : 4, stages = few ? 5 : 3, pairs = 16 * tiles,
-                 scores = WARPS / tiles * pairs * 32 * 4, query = a->q_stride * 2;
-  const attend_shape s = {few ? PDS_CU_attend_mla_16 : PDS_CU_attend_mla_64,
-                          parts(a->rows * a->heads, pairs), THREADS,
-                          stages * a->q_stride * 64 + pairs * (query + 64 + 4) + scores};
-  return a->value_dims <= MLA_VALUES && s.shared <= device->shared_most ? s : plain_shape(a);
+  for (uint32_t i = few; i < 3 && a->value_dims <= MLA_VALUES; i++) {
+    const uint32_t tiles = all[i].tiles, pairs = 16 * tiles,
+                   pair_bytes = a->q_stride * 2 + WARPS / tiles * 32 * 4 + 64 + 4,
+                   shared = all[i].stages * a->q_stride * 64 + pairs * pair_bytes;
+    const attend_shape s = {all[i].kernel, parts(a->rows * a->heads, pairs), THREADS, shared};
+    if (shared <= device->shared_most) return s;
+  }
+  return plain_shape(a);
 }
 
 static attend_shape gqa_shape(const pds_cu_device *device, const pds_cu_attention *a) {

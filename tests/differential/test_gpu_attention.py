@@ -178,9 +178,10 @@ def test_a_sequence_cut_back_leaves_no_trace() -> None:
         assert np.isfinite(out).all()
 
 
-def test_a_small_device_runs_the_plain_kernel() -> None:
-    """What does not fit into shared memory."""
+@pytest.mark.parametrize(("kib", "kernel"), [(163, "attend_mla_small"), (99, "attend_plain")])
+def test_what_does_not_fit_into_shared_memory(kib: int, kernel: str) -> None:
     model = mla("bf16", 2, 128, 64, 512)
-    twin = Twin(model, shared_most=99 << 10)
-    twin.run(rows(model, 3), range(3))
-    assert "attend_plain" in twin.kernels
+    twin = Twin(model, shared_most=kib << 10)
+    twin.run(rows(model, 35), range(35))
+    twin.run(rows(model, 3), range(35, 38))
+    assert twin.kernels.count(kernel) == 2

@@ -88,7 +88,7 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 32 * WARPS) {
       if (n == 0) continue;
       const uint8_t *stage = PDS_SHARED + (n - 1) % 2 * STAGE;
       const uint32_t token = (first + n - 1) * PDS_CU_KEYS;
-      PDS_UNROLL
+      /* Not unrolled: the outputs take most registers. */
       for (uint32_t half = 0; half < 2; half += HALVES) {
         float s[MT][OCTETS][4];
         PDS_UNROLL

@@ -43,6 +43,8 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
     }
     pds_store_query(queries + (m * steps + 2 * k) * 512, query[0], query[1], 1);
   }
+  const uint32_t load_at[2] = {latent_at(0, PDS_TID / 4, PDS_TID % 4, key_rows),
+                               latent_at(1, PDS_TID / 4, PDS_TID % 4, key_rows)};
   /* of the scores: this warp's pairs and part of the key */
   const uint32_t score_tile = PDS_WARP % MT, key_part = PDS_WARP / MT;
   const uint8_t *query = queries + score_tile * steps * 512 + PDS_LANE * 16;
@@ -122,14 +124,16 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
         pds_sync(); /* scores are there, and all are done with the half block before */
       }
       if (n < count) {
-        const uint32_t left = end - (first + n) * 32, all = key_rows * 8, half = (first + n) % 2;
-        const uint8_t *keys = pds_kv_at(p, seq, (first + n) / 2, 0) + half * 2 * p->key_panel_bytes;
+        const uint32_t left = end - (first + n) * 32, half = (first + n) % 2;
+        const uint8_t *keys =
+            pds_kv_at(p, seq, (first + n) / 2, 0) + half * 2 * p->key_panel_bytes + PDS_TID * 16;
         uint8_t *to = ring + n % STAGES * unit;
-        for (uint32_t i = PDS_TID; i < all; i += 256) {
-          const uint32_t panel = i >= key_rows * 4, r = i / 4 - panel * key_rows, chunk = i % 4;
-          pds_copy16(to + latent_at(panel, r, chunk, key_rows),
-                     keys + panel * p->key_panel_bytes + r * 64 + chunk * 16,
-                     r < key_words && panel * 16 + chunk * 4 < left);
+        PDS_UNROLL
+        for (uint32_t panel = 0; panel < 2; panel++) {
+          const int there = panel * 16 + PDS_TID % 4 * 4 < left;
+          for (uint32_t r = 0; r + PDS_TID / 4 < key_rows; r += 64)
+            pds_copy16(to + load_at[panel] + r * 64, keys + panel * p->key_panel_bytes + r * 64,
+                       there && r + PDS_TID / 4 < key_words);
         }
       }
       pds_copy_commit();

@@ -37,6 +37,10 @@
 #define MT 1
 #define STAGES 5
 #include "attend_mla.h"
+#define NAME pds_cu_attend_mla_small /* in 163 KiB of shared memory */
+#define MT 1
+#define STAGES 3
+#include "attend_mla.h"
 #define NAME pds_cu_attend_mla_64
 #define MT 4
 #define STAGES 3

@@ -25,6 +25,7 @@
   X(attend_many_128, pds_cu_attention, 128)                                                        \
   X(attend_many_256, pds_cu_attention, 256)                                                        \
   X(attend_mla_16, pds_cu_attention, 256)                                                          \
+  X(attend_mla_small, pds_cu_attention, 256)                                                       \
   X(attend_mla_64, pds_cu_attention, 256)
 
 /* gemm.cu */
