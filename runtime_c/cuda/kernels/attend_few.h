@@ -20,9 +20,7 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
                  row = PDS_BLOCK_Z, g = PDS_LANE / 4, t = PDS_LANE % 4, warps = PDS_THREADS / 32;
   const int32_t seq = p->seq[row];
   /* Rows of a run go together; the first of them does the work. */
-  uint32_t before = 0;
-  while (before < row && p->seq[row - before - 1] == seq) before++;
-  if (before % together != 0) return;
+  if (pds_rows_before(p, row) % together != 0) return;
   const uint32_t last = pds_run_end(p, row, pds_least(row + together - 1, p->rows - 1));
   uint32_t begin, end;
   if (!pds_keys_of(p, row, last, PDS_BLOCK_X, &begin, &end)) return;

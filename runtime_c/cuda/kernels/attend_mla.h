@@ -192,11 +192,10 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
         const uint32_t at = value_at[j % 2];
         const pds_u4 x = pds_load16(stage + at + part * 1024),
                      y = pds_load16(stage + (at ^ 16) + part * 1024);
-        const uint32_t b[4][2] = {
-            {(x.x & 0xffffu) | x.y << 16, (x.z & 0xffffu) | x.w << 16},
-            {x.x >> 16 | (x.y & 0xffff0000u), x.z >> 16 | (x.w & 0xffff0000u)},
-            {(y.x & 0xffffu) | y.y << 16, (y.z & 0xffffu) | y.w << 16},
-            {y.x >> 16 | (y.y & 0xffff0000u), y.z >> 16 | (y.w & 0xffff0000u)}};
+        const uint32_t b[4][2] = {{low_halves(x.x, x.y), low_halves(x.z, x.w)},
+                                  {high_halves(x.x, x.y), high_halves(x.z, x.w)},
+                                  {low_halves(y.x, y.y), low_halves(y.z, y.w)},
+                                  {high_halves(y.x, y.y), high_halves(y.z, y.w)}};
         PDS_UNROLL
         for (uint32_t m = 0; m < OUT_TILES; m++) {
           pds_mma_bf16(o[m][2 * j], &a[m][0].x, b[0]);

@@ -23,6 +23,22 @@ PDS_FN uint32_t weight_at(uint32_t pair, uint32_t word) {
   return ((pair / 16 * 2 + half) * 32 + lane) * 4 + pair / 8 % 2 + word % 2 * 2;
 }
 
+/* The lower halves of two words, and the upper ones: a's in the lower half. */
+PDS_FN uint32_t low_halves(uint32_t a, uint32_t b) {
+#ifdef __CUDACC__
+  return __byte_perm(a, b, 0x5410);
+#else
+  return (a & 0xffffu) | b << 16;
+#endif
+}
+PDS_FN uint32_t high_halves(uint32_t a, uint32_t b) {
+#ifdef __CUDACC__
+  return __byte_perm(a, b, 0x7632);
+#else
+  return a >> 16 | (b & 0xffff0000u);
+#endif
+}
+
 /* Rows g and g + 8 of n products times a factor each. */
 PDS_FN void pds_scale_rows(float (*o)[4], uint32_t n, float low, float high) {
   if (low == 1 && high == 1) return;
