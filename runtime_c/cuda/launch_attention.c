@@ -36,14 +36,22 @@ static attend_shape plain_shape(const pds_cu_attention *a) {
   return s;
 }
 
+/* The first that fits; small tiles where they are no more than the device has processors. */
 static attend_shape mla_shape(const pds_cu_device *device, const pds_cu_attention *a) {
-  const int few = a->rows <= FEW_ROWS && a->heads <= FEW_PAIRS;
-  const uint32_t tiles = few ? 1 : 4, stages = few ? 5 : 3, pairs = 16 * tiles,
-                 scores = WARPS / tiles * pairs * 32 * 4, query = up(a->q_stride, 64) * 2;
-  const attend_shape s = {few ? PDS_CU_attend_mla_16 : PDS_CU_attend_mla_64,
-                          parts(a->rows * a->heads, pairs), THREADS,
-                          stages * a->q_stride * 64 + pairs * (query + 64 + 4) + scores};
-  return a->value_dims <= MLA_VALUES && s.shared <= device->shared_most ? s : plain_shape(a);
+  static const struct {
+    pds_cu_kernel kernel;
+    uint32_t tiles, stages;
+  } all[] = {
+      {PDS_CU_attend_mla_64, 4, 3}, {PDS_CU_attend_mla_16, 1, 5}, {PDS_CU_attend_mla_small, 1, 3}};
+  const int small = parts(a->rows * a->heads, 16) <= device->sms;
+  for (uint32_t i = small; i < 3 && a->value_dims <= MLA_VALUES; i++) {
+    const uint32_t tiles = all[i].tiles, pairs = 16 * tiles,
+                   pair_bytes = a->q_stride * 2 + WARPS / tiles * 32 * 4 + 64 + 4,
+                   shared = all[i].stages * a->q_stride * 64 + pairs * pair_bytes;
+    const attend_shape s = {all[i].kernel, parts(a->rows * a->heads, pairs), THREADS, shared};
+    if (shared <= device->shared_most) return s;
+  }
+  return plain_shape(a);
 }
 
 static attend_shape gqa_shape(const pds_cu_device *device, const pds_cu_attention *a) {
@@ -57,16 +65,16 @@ static attend_shape gqa_shape(const pds_cu_device *device, const pds_cu_attentio
                  most = dims <= 64    ? 64
                         : dims <= 128 ? 128
                                       : 256;
-  const int few = a->rows <= FEW_ROWS;
-  attend_shape s = {kernels[most / 128][!few], 0, THREADS, 512 * most};
-  if (few) {
-    const uint32_t warp = FEW_STAGES * 128 * most, room = device->shared_most / warp,
-                   warps = room < WARPS ? room : WARPS;
-    s.blocks = a->rows * a->kv_heads * parts(group, FEW_PAIRS);
-    s.threads = 32 * warps;
-    s.shared = warps * warp;
-  } else {
-    s.blocks = parts(a->rows * group, MANY_PAIRS) * a->kv_heads;
+  attend_shape s = {kernels[most / 128][1], parts(a->rows * group, MANY_PAIRS) * a->kv_heads,
+                    most == 256 ? 256 : 128, 512 * most + MANY_PAIRS * 2 * most};
+  /* Few rows, or not enough for a quarter of the device, whose blocks are slower by about that. */
+  if (a->rows <= FEW_ROWS || s.blocks * 4 < device->sms) {
+    const uint32_t warp = FEW_STAGES * 128 * most, query = FEW_PAIRS * 2 * most,
+                   room = (device->shared_most - query) / warp, warps = room < WARPS ? room : WARPS;
+    const attend_shape few = {kernels[most / 128][0],
+                              a->rows * a->kv_heads * parts(group, FEW_PAIRS), 32 * warps,
+                              warps * warp + query};
+    s = few;
   }
   return dims <= 256 && s.threads && s.shared <= device->shared_most ? s : plain_shape(a);
 }
@@ -87,9 +95,10 @@ static pds_cu_launch shape_attend(const pds_cu_device *device, const pds_cu_atte
   const attend_shape s = shape_of(device, a);
   if (s.kernel == PDS_CU_attend_plain)
     return launch(s.kernel, a->rows, a->heads, a->splits, s.threads, s.shared);
-  if (a->mla || a->rows > FEW_ROWS)
-    return launch(s.kernel, s.blocks, a->splits, 1, s.threads, s.shared);
-  return launch(s.kernel, a->splits, s.blocks / a->rows, a->rows, s.threads, s.shared);
+  if (s.kernel == PDS_CU_attend_few_64 || s.kernel == PDS_CU_attend_few_128 ||
+      s.kernel == PDS_CU_attend_few_256)
+    return launch(s.kernel, a->splits, s.blocks / a->rows, a->rows, s.threads, s.shared);
+  return launch(s.kernel, s.blocks, a->splits, 1, s.threads, s.shared);
 }
 
 pds_cu_launch pds_cu_shape_attention(const pds_cu_device *device, const pds_cu_attention *a,

@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[Any, str, str]] = {
     "mla": (lambda: mla("bf16", 6, 24, 8, 48, **SPLIT), "attend_mla_64", "attend_mla_16"),
     "mla_q_lora_odd": (
         lambda: mla("bf16", 3, 10, 6, 35, q_lora=True, **SPLIT), "attend_mla_64", "attend_mla_16"),
-    "mla_18_heads": (lambda: mla("bf16", 18, 8, 4, 40, **SPLIT), "attend_mla_64", "attend_mla_64"),
+    "mla_18_heads": (lambda: mla("bf16", 18, 8, 4, 40, **SPLIT), "attend_mla_64", "attend_mla_16"),
     "mla_deepseek": (
         lambda: mla("bf16", 2, 128, 64, 512, **SPLIT), "attend_mla_64", "attend_mla_16"),
     "mla_fp32": (
@@ -55,13 +55,27 @@ def test_chunks_equal_the_cpu(case: str) -> None:
     in parts."""
     make, many, few = MODELS[case]
     model = make()
-    twin, at, parts = Twin(model), 0, []
-    for n in (1, 20, 43, 1, 62, 3, 64, 1, 16):
-        _, p = twin.run(rows(model, n, at), range(at, at + n))
-        parts.append(p.splits)
+    twin, at = Twin(model), 0
+    for n, part in (
+        (1, 0),
+        (20, 0),
+        (43, 0),
+        (1, 0),
+        (62, 0),
+        (3, 64),
+        (64, 0),
+        (1, 128),
+        (16, 64),
+    ):
+        twin.run(rows(model, n, at), range(at, at + n), part=part)
         at += n
-    assert {many, few, "attention_rows"} <= set(twin.kernels)
-    assert parts[0] == 1 and (max(parts) > 1) == ("attention_merge" in twin.kernels)
+    assert {many, "attention_rows", "attention_merge"} <= set(twin.kernels)
+    # Enough processors for small tiles, and for a context in parts.
+    twin, at = Twin(model, sms=132), 0
+    for n in (1, 37, 5, 24, 64, 12, 1):
+        twin.run(rows(model, n, at), range(at, at + n))
+        at += n
+    assert few in twin.kernels and (few == many or many not in twin.kernels)
 
 
 @pytest.mark.parametrize("case", ["gqa", "gqa_window", "mla"])
@@ -120,8 +134,9 @@ def interleaved() -> list[tuple[list[int], list[int]]]:
     return steps
 
 
+@pytest.mark.parametrize("sms", [1, 132])
 @pytest.mark.parametrize("case", ["group_of_8", "group_of_1", "mla", "fp32"])
-def test_sequences_in_one_step(case: str) -> None:
+def test_sequences_in_one_step(case: str, sms: int) -> None:
     """The cache starts as garbage."""
     model = {
         "group_of_8": lambda: gqa("bf16", 8, 1, 16, **SPLIT),
@@ -129,7 +144,7 @@ def test_sequences_in_one_step(case: str) -> None:
         "mla": lambda: mla("bf16", 6, 24, 8, 48, **SPLIT),
         "fp32": lambda: gqa("f32", 4, 2, 16, **SPLIT),
     }[case]()
-    twin = Twin(model, seqs=3)
+    twin = Twin(model, seqs=3, sms=sms)
     for position, seq in interleaved():
         twin.run(rows(model, len(position)), position, seq)
 
@@ -140,7 +155,7 @@ def test_what_is_not_finite_stays_in_its_sequence(case: str, n: int) -> None:
     """NaN rows make later rows of their sequence NaN, as on the CPU, and no others; garbage in the
     cache that no token has written is not seen."""
     model = gqa("bf16", 4, 2, 16, **SPLIT) if case == "gqa" else mla("bf16", 4, 8, 4, 32, **SPLIT)
-    twin = Twin(model, seqs=2)
+    twin = Twin(model, seqs=2, sms=1 if n > 1 else 132)
     for kv in (twin.kv, twin.step.kv):
         kv[:-256].view(np.uint16)[...] = 0x7FC0
     x = rows(model, 2 * n)
@@ -156,7 +171,7 @@ def test_infinite_scores(case: str) -> None:
     """-Inf weighs nothing, a row of it is NaN; +Inf is NaN: whatever the CPU makes of them."""
     model = gqa("bf16", 2, 1, 32, **SPLIT) if case == "gqa" else mla("bf16", 2, 8, 4, 32, **SPLIT)
     for few in (False, True):
-        twin = Twin(model)
+        twin = Twin(model, sms=132 if few else 1)
         x = rows(model, 40)
         x[3] *= 1e20
         x[7] *= 1e30
@@ -178,9 +193,10 @@ def test_a_sequence_cut_back_leaves_no_trace() -> None:
         assert np.isfinite(out).all()
 
 
-def test_a_small_device_runs_the_plain_kernel() -> None:
-    """What does not fit into shared memory."""
+@pytest.mark.parametrize(("kib", "kernel"), [(163, "attend_mla_small"), (99, "attend_plain")])
+def test_what_does_not_fit_into_shared_memory(kib: int, kernel: str) -> None:
     model = mla("bf16", 2, 128, 64, 512)
-    twin = Twin(model, shared_most=99 << 10)
-    twin.run(rows(model, 3), range(3))
-    assert "attend_plain" in twin.kernels
+    twin = Twin(model, shared_most=kib << 10)
+    twin.run(rows(model, 35), range(35))
+    twin.run(rows(model, 3), range(35, 38))
+    assert twin.kernels.count(kernel) == 2

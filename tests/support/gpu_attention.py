@@ -80,10 +80,11 @@ def mla(
 
 
 class Twin:
-    """Runs steps on both. `kernels` collects the names of what was launched."""
+    """Runs steps on both. `kernels` collects the names of what was launched. A device of one
+    processor is always full, and has no use for a context in parts."""
 
     def __init__(
-        self, model: Model, seqs: int = 1, sms: int = 132, shared_most: int = 227 << 10
+        self, model: Model, seqs: int = 1, sms: int = 1, shared_most: int = 227 << 10
     ) -> None:
         self.model, self.step = model, Step(model, "scalar", seqs=seqs)
         self.device = simt.device(sms=sms, shared_most=shared_most, compute=90)

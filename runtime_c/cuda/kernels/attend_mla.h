@@ -19,51 +19,56 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
   };
   const uint32_t tile = PDS_GRID_X - 1 - PDS_BLOCK_X, split = PDS_BLOCK_Y, g = PDS_LANE / 4,
                  t = PDS_LANE % 4;
-  const uint32_t key_rows = p->q_stride / 2, unit = p->q_stride * 64,
-                 pitch = pds_up(p->q_stride, 64) * 2, key_words = (p->key_dims + 1) / 2;
+  const uint32_t key_rows = p->q_stride / 2, unit = p->q_stride * 64, steps = p->q_stride / 16,
+                 key_words = (p->key_dims + 1) / 2;
   const uint32_t last_row = pds_least((tile * TILE + TILE - 1) / p->heads, p->rows - 1);
   const float scale = p->scale * PDS_LOG2_E;
   /* Shared memory: half blocks, queries, scores [KEY_PARTS][TILE][32], weights [TILE][32] bf16,
    * factors (in the end maxima and sums) [TILE]. */
   uint8_t *ring = PDS_SHARED, *queries = ring + STAGES * unit;
-  float *scores = (float *)(queries + TILE * pitch);
+  float *scores = (float *)(queries + TILE * p->q_stride * 2);
   uint32_t *weights = (uint32_t *)(scores + KEY_PARTS * TILE * 32);
   float *factors = (float *)(weights + TILE * 16);
 
-  for (uint32_t i = PDS_TID; i < TILE * (pitch / 16); i += 256) {
-    const uint32_t pair = i / (pitch / 16), chunk = i % (pitch / 16), at = tile * TILE + pair,
-                   row = at / p->heads;
-    pds_u4 q = {0, 0, 0, 0};
-    if (row < p->rows) q = pds_query_at(p, row, at % p->heads, chunk * 8);
-    pds_store16(queries + pair * pitch + (chunk ^ pair % 2 * 4) * 16, q);
+  for (uint32_t i = PDS_WARP; i < MT * (p->q_stride / 32); i += WARPS) {
+    const uint32_t m = i % MT, k = i / MT;
+    pds_u4 query[2];
+    PDS_UNROLL
+    for (uint32_t n = 0; n < 2; n++) {
+      const uint32_t pair = tile * TILE + m * 16 + n * 8 + g;
+      const pds_u4 none = {0, 0, 0, 0};
+      query[n] = none;
+      if (pair / p->heads < p->rows)
+        query[n] = pds_query_at(p, pair / p->heads, pair % p->heads, 32 * k + 8 * t);
+    }
+    pds_store_query(queries + (m * steps + 2 * k) * 512, query[0], query[1], 1);
   }
+  const uint32_t load_at[2] = {latent_at(0, PDS_TID / 4, PDS_TID % 4, key_rows),
+                               latent_at(1, PDS_TID / 4, PDS_TID % 4, key_rows)};
   /* of the scores: this warp's pairs and part of the key */
-  const uint32_t score_row = PDS_WARP % MT * 16 + g, key_part = PDS_WARP / MT;
-  const uint8_t *query = queries + score_row * pitch;
-  const uint32_t key_at = pds_tile_at(g / 4, 4 * t, g % 4, key_rows);
+  const uint32_t score_tile = PDS_WARP % MT, key_part = PDS_WARP / MT;
+  const uint8_t *query = queries + score_tile * steps * 512 + PDS_LANE * 16;
+  const uint32_t key_at[2] = {latent_at(0, 4 * t, g / 2, key_rows) + g % 2 * 8,
+                              latent_at(1, 4 * t, g / 2, key_rows) + g % 2 * 8};
   /* of the softmax: this thread's pair and tokens */
   const uint32_t soft_row = PDS_TID / ROW_THREADS, soft_word = PDS_TID % ROW_THREADS * ROW_WORDS;
   const uint32_t soft_at = tile * TILE + soft_row;
   /* of the outputs: this warp's pairs and dimensions */
   const uint32_t out_row = PDS_WARP % OUT_GROUPS * OUT_TILES * 16 + g,
                  out_dim = PDS_WARP / OUT_GROUPS * OUT_PARTS * 16;
-  const uint32_t latent_at[2] = {pds_tile_at(t / 2, g, t % 2 * 2, key_rows),
-                                 pds_tile_at(t / 2, 8 + g, t % 2 * 2, key_rows)};
+  const uint32_t value_at[2] = {latent_at(t / 2, g, t % 2 * 2, key_rows),
+                                latent_at(t / 2, 8 + g, t % 2 * 2, key_rows)};
 
   for (uint32_t row = tile * TILE / p->heads, run; row <= last_row; row = run + 1) {
     run = pds_run_end(p, row, last_row);
     uint32_t begin, end;
     if (!pds_keys_of(p, row, run, split, &begin, &end)) continue;
     const int32_t seq = p->seq[row];
+    const uint32_t soft_of = soft_at / p->heads; /* its row */
+    const int mine = soft_of >= row && soft_of <= run;
     pds_query_row q;
-    q.row = soft_at / p->heads;
-    q.head = soft_at % p->heads;
-    q.valid = q.row >= row && q.row <= run;
-    const uint32_t position = q.valid ? (uint32_t)p->position[q.row] : 0;
-    q.seen = pds_first_key(p, position);
-    q.end = q.valid ? position + 1 : 0;
-    q.max = -PDS_INFINITY;
-    q.sum = 0;
+    pds_query_begin(p, &q, soft_of, mine);
+    const uint32_t seen = pds_query_first(p, &q);
     float o[OUT_TILES][OUT_PARTS * 2][4];
     PDS_UNROLL
     for (uint32_t m = 0; m < OUT_TILES; m++) {
@@ -83,42 +88,52 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
           const uint32_t chunk = tokens / 4 % 4, panel = tokens / 16;
           for (uint32_t r = PDS_TID; r < key_rows; r += 256) {
             uint32_t *word =
-                (uint32_t *)(ring + used % STAGES * unit + pds_tile_at(panel, r, chunk, key_rows));
+                (uint32_t *)(ring + used % STAGES * unit + latent_at(panel, r, chunk, key_rows));
             for (uint32_t i = tokens % 4; i < 4; i++) word[i] = 0;
           }
           pds_sync();
         }
-        float s[4][4];
+        float s[2][2][4]; /* [16 tokens][8 pairs]: tokens 2g (0, 1) and 2g + 1 (2, 3) */
         PDS_UNROLL
-        for (uint32_t i = 0; i < 4; i++) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0;
+        for (uint32_t i = 0; i < 4; i++) {
+          float *one = s[i / 2][i % 2];
+          one[0] = one[1] = one[2] = one[3] = 0;
+        }
         for (uint32_t k = key_part; k < p->q_stride / 32; k += KEY_PARTS) {
-          uint32_t a[8];
-          const uint32_t chunk = ((4 * k + t) ^ g % 2 * 4) * 16;
-          pds_rows_as_a(a, pds_load16(query + chunk), pds_load16(query + 8 * pitch + chunk));
-          pds_mma_panel(s, a, stage + key_at + k * 1024, stage + (key_at ^ 64) + k * 1024);
+          PDS_UNROLL
+          for (uint32_t i = 0; i < 2; i++) {
+            const pds_u4 b = pds_load16(query + (2 * k + i) * 512);
+            PDS_UNROLL
+            for (uint32_t m = 0; m < 2; m++) {
+              uint32_t a[4];
+              pds_two_words(a, stage + key_at[m] + k * 1024 + i * 128);
+              pds_two_words(a + 2, stage + (key_at[m] ^ 64) + k * 1024 + i * 128);
+              pds_mma_bf16(s[m][0], a, &b.x);
+              pds_mma_bf16(s[m][1], a, &b.z);
+            }
+          }
         }
         PDS_UNROLL
-        for (uint32_t i = 0; i < 2; i++) {
-          float *to = scores + (key_part * TILE + score_row + 8 * i) * 32;
-          PDS_UNROLL
-          for (uint32_t c = 0; c < 2; c++) {
-            pds_f4 v;
-            PDS_UNROLL
-            for (uint32_t e = 0; e < 4; e++) v.x[e] = s[e][2 * i + c];
-            pds_store_f4(to + ((2 * t + c) ^ g % 2) * 4, v);
-          }
+        for (uint32_t i = 0; i < 8; i++) {
+          const uint32_t m = i / 4, n = i / 2 % 2, c = i % 2,
+                         pair = score_tile * 16 + 8 * n + 2 * t + c;
+          float *to = scores + (key_part * TILE + pair) * 32 + score_word(pair, 8 * m + g);
+          to[0] = s[m][n][c];
+          to[1] = s[m][n][2 + c];
         }
         pds_sync(); /* scores are there, and all are done with the half block before */
       }
       if (n < count) {
-        const uint32_t left = end - (first + n) * 32, all = key_rows * 8, half = (first + n) % 2;
-        const uint8_t *keys = pds_kv_at(p, seq, (first + n) / 2, 0) + half * 2 * p->key_panel_bytes;
+        const uint32_t left = end - (first + n) * 32, half = (first + n) % 2;
+        const uint8_t *keys =
+            pds_kv_at(p, seq, (first + n) / 2, 0) + half * 2 * p->key_panel_bytes + PDS_TID * 16;
         uint8_t *to = ring + n % STAGES * unit;
-        for (uint32_t i = PDS_TID; i < all; i += 256) {
-          const uint32_t panel = i >= key_rows * 4, r = i / 4 - panel * key_rows, chunk = i % 4;
-          pds_copy16(to + pds_tile_at(panel, r, chunk, key_rows),
-                     keys + panel * p->key_panel_bytes + r * 64 + chunk * 16,
-                     r < key_words && panel * 16 + chunk * 4 < left);
+        PDS_UNROLL
+        for (uint32_t panel = 0; panel < 2; panel++) {
+          const int there = panel * 16 + PDS_TID % 4 * 4 < left;
+          for (uint32_t r = 0; r + PDS_TID / 4 < key_rows; r += 64)
+            pds_copy16(to + load_at[panel] + r * 64, keys + panel * p->key_panel_bytes + r * 64,
+                       there && r + PDS_TID / 4 < key_words);
         }
       }
       pds_copy_commit();
@@ -133,8 +148,7 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
       float s[ROW_WORDS * 2], top = q.max;
       PDS_UNROLL
       for (uint32_t j = 0; j < ROW_WORDS; j++) {
-        const uint32_t word = soft_word + j,
-                       at = soft_row * 32 + (word / 2 ^ soft_row % 2) * 4 + word % 2 * 2;
+        const uint32_t word = soft_word + j, at = soft_row * 32 + score_word(soft_row, word);
         float low = 0, high = 0;
         PDS_UNROLL
         for (uint32_t k = 0; k < KEY_PARTS; k++) {
@@ -142,8 +156,8 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
           high += scores[k * TILE * 32 + at + 1];
         }
         const uint32_t token = (first + used) * 32 + word * 2;
-        s[2 * j] = token >= q.seen && token < q.end ? low : -PDS_INFINITY;
-        s[2 * j + 1] = token + 1 >= q.seen && token + 1 < q.end ? high : -PDS_INFINITY;
+        s[2 * j] = token >= seen && token < q.end ? low : -PDS_INFINITY;
+        s[2 * j + 1] = token + 1 >= seen && token + 1 < q.end ? high : -PDS_INFINITY;
         top = fmaxf(top, fmaxf(s[2 * j], s[2 * j + 1]));
       }
       PDS_UNROLL
@@ -156,39 +170,38 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
         const float low = pds_exp2((s[2 * j] - base) * scale),
                     high = pds_exp2((s[2 * j + 1] - base) * scale);
         q.sum += low + high;
-        weights[soft_row * 16 + soft_word + j] = pds_pack_bf16(low, high);
+        weights[weight_at(soft_row, soft_word + j)] = pds_pack_bf16(low, high);
       }
       if (PDS_TID % ROW_THREADS == 0) factors[soft_row] = factor;
       pds_copy_wait(STAGES - 2); /* the next half block */
       pds_sync();
 
-      uint32_t a[OUT_TILES][8];
+      pds_u4 a[OUT_TILES][2];
       PDS_UNROLL
       for (uint32_t m = 0; m < OUT_TILES; m++) {
         const uint32_t r = out_row + 16 * m;
-        const float both[2] = {factors[r], factors[r + 8]};
-        pds_rescale(o[m], OUT_PARTS * 2, both);
-        pds_rows_as_a(a[m], pds_load16(weights + r * 16 + t * 4),
-                      pds_load16(weights + (r + 8) * 16 + t * 4));
+        pds_scale_rows(o[m], OUT_PARTS * 2, factors[r], factors[r + 8]);
+        PDS_UNROLL
+        for (uint32_t i = 0; i < 2; i++)
+          a[m][i] = pds_load16(weights + (r / 16 * 2 + i) * 128 + PDS_LANE * 4);
       }
       PDS_UNROLL
       for (uint32_t j = 0; j < OUT_PARTS; j++) {
         /* Dimensions beyond the key's, which nobody stores, are those of its end. */
         const uint32_t part = pds_least(out_dim / 32 + j / 2, key_rows / 16 - 1);
-        const uint32_t at = latent_at[j % 2];
+        const uint32_t at = value_at[j % 2];
         const pds_u4 x = pds_load16(stage + at + part * 1024),
                      y = pds_load16(stage + (at ^ 16) + part * 1024);
-        const uint32_t b[4][2] = {
-            {(x.x & 0xffffu) | x.y << 16, (x.z & 0xffffu) | x.w << 16},
-            {x.x >> 16 | (x.y & 0xffff0000u), x.z >> 16 | (x.w & 0xffff0000u)},
-            {(y.x & 0xffffu) | y.y << 16, (y.z & 0xffffu) | y.w << 16},
-            {y.x >> 16 | (y.y & 0xffff0000u), y.z >> 16 | (y.w & 0xffff0000u)}};
+        const uint32_t b[4][2] = {{low_halves(x.x, x.y), low_halves(x.z, x.w)},
+                                  {high_halves(x.x, x.y), high_halves(x.z, x.w)},
+                                  {low_halves(y.x, y.y), low_halves(y.z, y.w)},
+                                  {high_halves(y.x, y.y), high_halves(y.z, y.w)}};
         PDS_UNROLL
         for (uint32_t m = 0; m < OUT_TILES; m++) {
-          pds_mma_bf16(o[m][2 * j], a[m], b[0]);
-          pds_mma_bf16(o[m][2 * j + 1], a[m], b[1]);
-          pds_mma_bf16(o[m][2 * j], a[m] + 4, b[2]);
-          pds_mma_bf16(o[m][2 * j + 1], a[m] + 4, b[3]);
+          pds_mma_bf16(o[m][2 * j], &a[m][0].x, b[0]);
+          pds_mma_bf16(o[m][2 * j + 1], &a[m][0].x, b[1]);
+          pds_mma_bf16(o[m][2 * j], &a[m][1].x, b[2]);
+          pds_mma_bf16(o[m][2 * j + 1], &a[m][1].x, b[3]);
         }
       }
     }
@@ -199,12 +212,12 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
     pds_sync(); /* factors have been read */
     if (PDS_TID % ROW_THREADS == 0) {
       factors[soft_row] = p->splits > 1 ? 1 : 1 / q.sum;
-      if (p->splits > 1 && q.valid) {
-        float *part = pds_partial_at(p, q.row, q.head, split);
+      if (p->splits > 1 && mine) {
+        float *part = pds_partial_at(p, soft_of, soft_at % p->heads, split);
         part[0] = q.max * p->scale;
         part[1] = q.sum;
       }
-      if (p->splits == 1 && q.valid) pds_store_padding(p, q.row, q.head);
+      if (p->splits == 1 && mine) pds_store_padding(p, soft_of, soft_at % p->heads);
     }
     pds_sync();
     PDS_UNROLL

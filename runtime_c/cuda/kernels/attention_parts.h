@@ -82,4 +82,16 @@ PDS_FN uint32_t pds_run_end(const pds_cu_attention *p, uint32_t first, uint32_t 
   return other - 1;
 }
 
+/* How many rows right before `row` are of its sequence; the same in all lanes. */
+PDS_FN uint32_t pds_rows_before(const pds_cu_attention *p, uint32_t row) {
+  const int32_t seq = p->seq[row];
+  for (uint32_t before = 0;; before += 32) {
+    uint32_t other = 32, at = before + PDS_LANE; /* the nearest that is not */
+    if (at >= row || p->seq[row - 1 - at] != seq) other = PDS_LANE;
+    PDS_UNROLL
+    for (uint32_t m = 16; m; m /= 2) other = pds_least(other, pds_shfl_xor_u32(other, m));
+    if (other < 32) return before + other;
+  }
+}
+
 #endif

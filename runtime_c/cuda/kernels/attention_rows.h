@@ -5,7 +5,7 @@
 
 #include "attention_parts.h"
 
-/* A row's step of a later row of the same sequence: whether there is none. */
+/* No later row of this step belongs to the same sequence. */
 PDS_FN int is_last_row(const pds_cu_attention *p, uint32_t row) {
   const int32_t seq = p->seq[row];
   for (uint32_t r0 = row + 1; r0 < p->rows; r0 += 32) {
@@ -45,8 +45,7 @@ PDS_FN void rotate_head(const pds_cu_attention *p, uint32_t row, float *x) {
   }
 }
 
-/* Elements [at, at + pad) of y: act(x), zero from n on. `at` and pad are even; x has room for one more
- * value if n is odd. */
+/* Elements [at, at + pad) of y: act(x), zero from n on. `at` and pad are even. */
 PDS_FN void store_padded(const pds_cu_attention *p, const float *x, void *y, uint64_t at,
                          uint32_t n, uint32_t pad) {
   for (uint32_t i = PDS_LANE * 2; i < pad; i += 64)
@@ -107,7 +106,7 @@ PDS_FN void gqa_head(const pds_cu_attention *p, uint32_t row, uint32_t head, flo
   const float *weight = query ? p->q_norm : p->k_norm;
   x += (uint64_t)head * dim;
   if (p->qk_norm == 2) {
-    const float r = full[query ? 0 : 1];
+    const float r = query ? full[0] : full[1];
     for (uint32_t i = PDS_LANE; i < dim; i += 32) room[i] = x[i] * r * weight[h * dim + i];
   } else {
     for (uint32_t i = PDS_LANE; i < dim; i += 32) room[i] = x[i];

@@ -21,10 +21,11 @@
   X(attend_few_64, pds_cu_attention, 256)                                                          \
   X(attend_few_128, pds_cu_attention, 256)                                                         \
   X(attend_few_256, pds_cu_attention, 256)                                                         \
-  X(attend_many_64, pds_cu_attention, 256)                                                         \
-  X(attend_many_128, pds_cu_attention, 256)                                                        \
+  X(attend_many_64, pds_cu_attention, 128)                                                         \
+  X(attend_many_128, pds_cu_attention, 128)                                                        \
   X(attend_many_256, pds_cu_attention, 256)                                                        \
   X(attend_mla_16, pds_cu_attention, 256)                                                          \
+  X(attend_mla_small, pds_cu_attention, 256)                                                       \
   X(attend_mla_64, pds_cu_attention, 256)
 
 /* gemm.cu: scalar ones, stream kernels, and tiles of 128, 64 and 32 rows */
