@@ -234,7 +234,7 @@ def test_every_listed_kernel_is_there(found: Nvrtc) -> None:
     entries = set(re.findall(r"^\.visible \.entry (\w+)\(", text, re.MULTILINE))
     listed = set()
     for file, block in re.findall(
-        r"/\* (\w+\.cu) \*/\n#define \w+\(X\)((?:.*\\\n)*.*)", files["list.h"]
+        r"/\* (\w+\.cu)\b[^*]*\*/\n#define \w+\(X\)((?:.*\\\n)*.*)", files["list.h"]
     ):
         if file in files:
             listed |= {f"pds_cu_{name}" for name in re.findall(r"X\((\w+),", block)}
@@ -245,8 +245,8 @@ ELSEWHERE = """
 import sys
 from pdscope import runtime_c
 from pdscope.compiler.nvrtc import compile_kernels, find_nvrtc
-files = runtime_c.gpu_kernel_files() | {"scale.cu": sys.argv[1]}
-runtime_c.gpu_kernel_files = lambda: files
+headers = {n: t for n, t in runtime_c.gpu_kernel_files().items() if n.endswith(".h")}
+runtime_c.gpu_kernel_files = lambda: headers | {"scale.cu": sys.argv[1]}
 sys.stdout.buffer.write(compile_kernels(find_nvrtc(), sys.argv[2]))
 """
 
