@@ -68,8 +68,9 @@ class Route(ctypes.Structure):
 class Combine(ctypes.Structure):
     _fields_ = (
         [("head", Head)]
-        + [(n, c_void_p) for n in ("hid", "out", "cpu_out", "on_gpu", "weight", "shared", "id")]
+        + [(n, c_void_p) for n in ("hid", "out", "cpu_out", "weight", "shared", "id")]
         + [(n, c_uint32) for n in ("rows", "top_k", "n", "stride")]
+        + [("on_gpu", c_uint32 * 32), ("cpu_bf16", c_uint8)]
     )
 
 
@@ -308,7 +309,7 @@ class Bench:
         out = floats(rows * top_k, hidden)
         host = torch.randn(rows * top_k, hidden, pin_memory=True)
         for name, on_gpu in (("combine", 1), ("combine from CPU", 0)):
-            flags = torch.full((experts,), on_gpu, dtype=torch.uint8).pin_memory()
+            flags = (c_uint32 * 32)(*([0xFFFFFFFF * on_gpu] * 32))
             combine = params(
                 Combine, hid=floats(rows, hidden), out=out, cpu_out=host, on_gpu=flags,
                 weight=floats(rows, top_k), id=ids, rows=rows, top_k=top_k, n=hidden, stride=hidden,

@@ -32,5 +32,5 @@ pds_cu_launch pds_cu_shape_route(const pds_cu_route *p) {
 }
 
 pds_cu_launch pds_cu_shape_combine(const pds_cu_combine *p) {
-  return launch(PDS_CU_combine_rows, parts(p->n, THREADS * 4), p->rows, THREADS, p->top_k * 12);
+  return launch(PDS_CU_combine_rows, parts(p->n, THREADS * 4), p->rows, THREADS, p->top_k * 16);
 }

@@ -202,6 +202,9 @@ typedef struct pds_gpu_step {
   uint32_t n_ready;  /* of them, the first ones: those that are there */
   uint32_t n_sent;   /* of the others, the first ones: those whose copy is queued */
   pds_graph_state graph;
+  /* A real GPU's launches behind recompile wait until the CPU's workers have begun with theirs. */
+  bool defers;       /* they do, in this layer */
+  bool has_shared;   /* and the shared expert is among them */
   bool launches;     /* what is sent from now on is launched as it is sent */
   pds_status pumped; /* what came of the link while the CPU computed */
 } pds_gpu_step;

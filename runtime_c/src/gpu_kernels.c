@@ -13,6 +13,8 @@
 #include "ops_rope.h"
 #include "panels.h"
 
+_Static_assert((uint32_t)PDS_CU_EXPERTS >= PDS_MAX_EXPERTS, "PDS_CU_EXPERTS");
+
 static const char *const names[] = {
 #define PDS_CU_NAME(name, params, threads) "pds_cu_" #name,
     PDS_CU_KERNELS(PDS_CU_NAME)
@@ -416,7 +418,7 @@ static pds_status run_combine(const run *r, bool shared) {
                       .hid = pds_buf(r->ctx, PDS_BUF_HID),
                       .out = pds_buf(r->ctx, PDS_BUF_EXPERT_OUT),
                       .cpu_out = r->ctx->cpu_out,
-                      .on_gpu = r->ctx->on_gpu,
+                      .cpu_bf16 = r->step->host->rounds_out,
                       .weight = pds_buf(r->ctx, PDS_BUF_ROUTE_W),
                       .shared = shared ? pds_buf(r->ctx, PDS_BUF_SHARED_OUT) : NULL,
                       .id = pds_buf(r->ctx, PDS_BUF_ROUTE_ID),
@@ -424,6 +426,8 @@ static pds_status run_combine(const run *r, bool shared) {
                       .top_k = r->layer->gate.top_k,
                       .n = r->plan->hidden,
                       .stride = hidden_stride(r)};
+  for (uint32_t e = 0; e < r->layer->gate.experts; e++)
+    if (r->ctx->on_gpu[e]) p.on_gpu[e / 32] |= 1u << e % 32;
   const pds_cu_launch l = pds_cu_shape_combine(&p);
   return launch(r, &l, &p);
 }

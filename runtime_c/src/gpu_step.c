@@ -209,10 +209,38 @@ static pds_step_ctx device_context(const pds_gpu *gpu, const pds_gpu_session *s,
   return ctx;
 }
 
+static const pds_gpu_hole *holes_of(const pds_gpu_step *step) {
+  return step->session->holes + (size_t)step->layer * step->gpu->residency.experts;
+}
+
+/* The experts that are there, in one submission. */
+static pds_status ready_experts(pds_gpu_step *step) {
+  return launch_experts(step, holes_of(step), step->n_ready);
+}
+
+/* Those on their way: each behind its copy, now or when that is sent. */
+static pds_status late_experts(pds_gpu_step *step) {
+  const pds_gpu_hole *late = holes_of(step) + step->n_ready;
+  for (uint32_t i = 0; i < step->n_sent; i++) PDS_RETURN_IF_ERROR(launch_late(step, &late[i]));
+  step->launches = true;
+  return PDS_OK;
+}
+
+/* All that a layer has between recompile and combine. */
+static pds_status launch_deferred(pds_gpu_step *step) {
+  if (!step->defers) return PDS_OK;
+  step->defers = false;
+  if (step->has_shared)
+    PDS_RETURN_IF_ERROR(launch(step, PDS_KERNEL_SHARED, step->layer, 0, NULL, 0));
+  PDS_RETURN_IF_ERROR(ready_experts(step));
+  return late_experts(step);
+}
+
 /* While the CPU computes, the link goes on. */
 static void pump(void *arg) {
   pds_gpu_step *step = arg;
   if (step->pumped == PDS_OK) step->pumped = pds_link_pump(step->gpu);
+  if (step->pumped == PDS_OK) step->pumped = launch_deferred(step);
 }
 
 pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *host,
@@ -224,6 +252,7 @@ pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *h
         "a GPU plan's step needs costs and a policy: call pds_engine_set_schedule first");
   out->device = device_context(gpu, session, host);
   gpu->step = out;
+  host->rounds_out = !gpu->twins && gpu->plan->act_dtype == PDS_BF16;
   if (!gpu->is_virtual) pds_pool_watch(host->pool, pump, out);
   gpu->policy.now++;
   gpu->policy.free_at = gpu->policy.elapsed = 0;
@@ -274,6 +303,7 @@ static pds_status cpu_experts(pds_gpu_step *step, const pds_instr *in, uint32_t 
   *out_experts = n;
   if (!n) return PDS_OK;
   pds_op_expert(host, step->layer, holes, n);
+  PDS_RETURN_IF_ERROR(launch_deferred(step)); /* if nobody has looked meanwhile */
   for (uint32_t i = 0; i < n; i++) tokens[i] = holes[i].rows;
   return pds_gpu_host_work(step->gpu, "cpu.experts", n, tokens);
 }
@@ -296,25 +326,6 @@ static pds_status on_cpu(pds_gpu_step *step, const pds_program *program, const p
   }
 }
 
-static const pds_gpu_hole *holes_of(const pds_gpu_step *step) {
-  return step->session->holes + (size_t)step->layer * step->gpu->residency.experts;
-}
-
-/* The experts that are there, in one submission. */
-static pds_status ready_experts(pds_gpu_step *step, uint32_t *out_experts) {
-  *out_experts = step->n_ready;
-  return launch_experts(step, holes_of(step), step->n_ready);
-}
-
-/* Those on their way: each behind its copy, now or when that is sent. */
-static pds_status late_experts(pds_gpu_step *step, uint32_t *out_experts) {
-  *out_experts = step->n_holes - step->n_ready;
-  const pds_gpu_hole *late = holes_of(step) + step->n_ready;
-  for (uint32_t i = 0; i < step->n_sent; i++) PDS_RETURN_IF_ERROR(launch_late(step, &late[i]));
-  step->launches = true;
-  return PDS_OK;
-}
-
 static pds_status on_gpu(pds_gpu_step *step, const pds_program *program, const pds_instr *in,
                          uint32_t *out_experts) {
   const uint32_t layer = step->layer;
@@ -329,10 +340,13 @@ static pds_status on_gpu(pds_gpu_step *step, const pds_program *program, const p
     return launch(step, PDS_KERNEL_ATTENTION, layer, 0, NULL, 0);
   case PDS_OP_MLP: return launch(step, PDS_KERNEL_MLP, layer, 0, NULL, 0);
   case PDS_OP_GATE: return gate(step);
-  case PDS_OP_SHARED_EXPERT: return launch(step, PDS_KERNEL_SHARED, layer, 0, NULL, 0);
+  case PDS_OP_SHARED_EXPERT:
+    if (step->defers) return PDS_OK;
+    return launch(step, PDS_KERNEL_SHARED, layer, 0, NULL, 0);
   case PDS_OP_EXPERT:
-    return in->hole == PDS_HOLE_R ? ready_experts(step, out_experts)
-                                  : late_experts(step, out_experts);
+    *out_experts = in->hole == PDS_HOLE_R ? step->n_ready : step->n_holes - step->n_ready;
+    if (step->defers) return PDS_OK;
+    return in->hole == PDS_HOLE_R ? ready_experts(step) : late_experts(step);
   case PDS_OP_COMBINE:
     PDS_RETURN_IF_ERROR(pds_link_flush(step->gpu));
     return launch(step, PDS_KERNEL_COMBINE, layer, program->shared, NULL, 0);
@@ -349,6 +363,8 @@ static pds_status recompile(pds_gpu_step *step, const pds_program *program, cons
   PDS_RETURN_IF_ERROR(pds_gpu_recompile(step, program, in));
   policy->recompiles[program->phase]++;
   policy->recompile_ns[program->phase] += pds_now_ns() - begin;
+  step->defers = step->gpu->real && step->host->n_cpu_holes > 0;
+  step->has_shared = program->shared != 0;
   return PDS_OK;
 }
 
@@ -370,5 +386,6 @@ pds_status pds_gpu_instr(pds_gpu_step *step, const pds_program *program, const p
     else
       PDS_RETURN_IF_ERROR(on_gpu(step, program, in, out_experts));
   }
-  return step->pumped == PDS_OK ? pds_link_pump(step->gpu) : step->pumped;
+  if (step->pumped != PDS_OK || step->defers) return step->pumped;
+  return pds_link_pump(step->gpu);
 }

@@ -51,7 +51,9 @@ static pds_status send_chunk(pds_gpu *gpu, pds_transfers *queue) {
   pds_transfer *t = front(queue);
   const uint32_t ring = ring_of(gpu, t->slot);
   const uint64_t bytes = gpu->plan->layers[t->layer].experts.gate_up.stride;
-  const uint64_t left = bytes - t->issued, n = left < PDS_LINK_CHUNK ? left : PDS_LINK_CHUNK;
+  const uint64_t left = bytes - t->issued;
+  const bool whole = gpu->real && queue == &link->demand; /* nothing on demand is cancelled */
+  const uint64_t n = whole || left < PDS_LINK_CHUNK ? left : PDS_LINK_CHUNK;
   if (!t->issued)
     PDS_CUDA_CALL(gpu, "copying an expert", cuStreamWaitEvent, gpu->copies, link->freed[ring], 0);
   PDS_CUDA_CALL(gpu, "copying an expert", cuMemcpyHtoDAsync,

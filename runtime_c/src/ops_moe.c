@@ -192,7 +192,7 @@ static pds_mlp_job routed_of(pds_step_ctx *ctx, uint32_t layer, pds_hole *holes,
   pds_mlp_job job = {
       .up = pds_swiglu_of(ctx, &l->experts, pds_buf(ctx, PDS_BUF_XACT), stride, mid, mid_stride, 0),
       .down = pds_gemm_of(ctx, &l->experts.down, mid, mid_stride, pds_buf(ctx, PDS_BUF_EXPERT_OUT),
-                          stride, 0, PDS_OUT_F32),
+                          stride, 0, ctx->rounds_out ? PDS_OUT_ACT : PDS_OUT_F32),
       .left = &holes[0].left,
       .left_step = sizeof *holes};
   job.up.gemm.x_div = l->gate.top_k;

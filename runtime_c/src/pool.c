@@ -102,8 +102,8 @@ static bool drain(pds_pool *pool, uint32_t index) {
 void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items) {
   if (pool->threads == 1 || items <= 1) {
     for (uint32_t item = 0; item < items; item++) {
-      fn(ctx, item, 0);
       watch(pool);
+      fn(ctx, item, 0);
     }
     return;
   }
@@ -111,6 +111,7 @@ void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items) {
   pool->ctx = ctx;
   atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
   atomic_store_explicit(&pool->job, (uint64_t)items << 32, memory_order_release);
+  watch(pool);
   drain(pool, 0);
   uint32_t turns = 0;
   while (atomic_load_explicit(&pool->done, memory_order_acquire) != items) {

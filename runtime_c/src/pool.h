@@ -22,7 +22,7 @@ uint32_t pds_pool_threads(const pds_pool *pool);
  * open and close, and never from inside a job. */
 void pds_pool_run(pds_pool *pool, pds_job_fn fn, void *ctx, uint32_t items);
 
-/* While the pool is open: fn is called by the opener, between its items and while it waits for others', and
+/* While the pool is open: fn is called by the opener, before each of its items and while it waits for others', and
  * must not use the pool. NULL: nothing more. */
 typedef void (*pds_watch_fn)(void *ctx);
 void pds_pool_watch(pds_pool *pool, pds_watch_fn fn, void *ctx);

@@ -39,6 +39,8 @@ typedef struct pds_step_ctx {
   const unsigned char *const *blobs;
   const float *cpu_out;
   const uint8_t *on_gpu;
+  uint8_t
+      rounds_out; /* the CPU's experts leave act in EXPERT_OUT, half of what a link has to move */
   /* cache prefetch (llc.h); without it predict, ?p and the prefetches retire at once */
   uint32_t predicts;
   uint32_t n_llc_holes; /* ?p: in PDS_BUF_LLC_HOLES */

@@ -156,6 +156,13 @@ def test_route_with_a_bias_that_is_not_finite() -> None:
     assert (mine[1][:, :2] == [3, 7]).all()
 
 
+def bits(flags: np.ndarray) -> list[int]:
+    """Of bytes, 32 to a word."""
+    padded = np.zeros(1024, np.uint8)
+    padded[: len(flags)] = flags
+    return list(np.packbits(padded, bitorder="little").view(np.uint32).tolist())
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("hidden", "top_k"), [(32, 1), (131, 2), (2048, 8), (1100, 17)])
 def test_combine(hidden: int, top_k: int, shared: bool) -> None:
@@ -186,8 +193,31 @@ def test_combine(hidden: int, top_k: int, shared: bool) -> None:
     step.call("combine", 0, shared)
     more = {"shared": extra} if shared else {}
     p = simt.params(
-        "pds_cu_combine", hid=hid, out=out, cpu_out=cpu_out, on_gpu=on_gpu, weight=weight, id=ids,
-        rows=rows, top_k=top_k, n=hidden, stride=stride, **more,
+        "pds_cu_combine", hid=hid, out=out, cpu_out=cpu_out, on_gpu=bits(on_gpu), weight=weight,
+        id=ids, rows=rows, top_k=top_k, n=hidden, stride=stride, **more,
     )  # fmt: skip
     launch("combine", p)
     np.testing.assert_array_equal(hid, step.rows("HID", stride))
+
+
+def test_combine_of_rounded_outputs() -> None:
+    """bf16 from pinned memory, fp32 from the GPU's own."""
+    rng, rows, top_k, n = np.random.default_rng(1), 3, 4, 96
+    out = aligned(rng.standard_normal((rows * top_k, n)).astype(np.float32))
+    exact = rng.standard_normal((rows * top_k, n)).astype(np.float32)
+    cpu = aligned((exact.view(np.uint32) >> 16).astype(np.uint16))
+    weight = rng.standard_normal((rows, top_k)).astype(np.float32)
+    ids = np.stack([rng.permutation(8)[:top_k] for _ in range(rows)]).astype(np.int32)
+    on_gpu = np.array([1, 0, 1, 0, 0, 1, 1, 0], np.uint8)
+    hid = aligned(np.zeros((rows, n), np.float32))
+    p = simt.params(
+        "pds_cu_combine", hid=hid, out=out, cpu_out=cpu, on_gpu=bits(on_gpu), weight=weight,
+        id=ids, rows=rows, top_k=top_k, n=n, stride=n, cpu_bf16=1,
+    )  # fmt: skip
+    launch("combine", p)
+    wide = (cpu.astype(np.uint32) << 16).view(np.float32)
+    both = np.where(on_gpu[ids].reshape(-1, 1), out, wide).reshape(rows, top_k, n)
+    want = np.zeros((rows, n), np.float32)
+    for r in range(top_k):
+        want += weight[:, r : r + 1] * both[:, r]
+    np.testing.assert_array_equal(hid, want)

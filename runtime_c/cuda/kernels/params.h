@@ -22,8 +22,9 @@ typedef struct pds_cu_head {
 } pds_cu_head;
 
 enum {
-  PDS_CU_HOLES = 128, /* experts of one launch; what is more goes to another */
-  PDS_CU_ROPE = 256   /* pairs of a rope */
+  PDS_CU_EXPERTS = 1024, /* of a layer */
+  PDS_CU_HOLES = 128,    /* experts of one launch; what is more goes to another */
+  PDS_CU_ROPE = 256      /* pairs of a rope */
 };
 /* Weights (pds_dtype) and GEMM inputs. */
 enum { PDS_CU_F32 = 1, PDS_CU_BF16 = 2, PDS_CU_I8 = 4, PDS_CU_I4 = 5 };
@@ -127,11 +128,14 @@ typedef struct pds_cu_route {
 typedef struct pds_cu_combine {
   pds_cu_head head;
   float *hid;
-  const float *out, *cpu_out;   /* [rows * top_k, stride]; cpu_out: pinned */
-  const uint8_t *on_gpu;        /* [experts] pinned: whose output is in `out` */
+  const float *out;             /* [rows * top_k, stride] */
+  const void *cpu_out;          /* the same of the CPU's experts: pinned; bf16 if cpu_bf16 */
   const float *weight, *shared; /* shared: or NULL */
   const int32_t *id;
   uint32_t rows, top_k, n, stride;
+  uint32_t
+      on_gpu[PDS_CU_EXPERTS / 32]; /* bit e % 32 of word e / 32: expert e's output is in `out` */
+  uint8_t cpu_bf16;
 } pds_cu_combine;
 
 #endif

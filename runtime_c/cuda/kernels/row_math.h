@@ -11,6 +11,13 @@ typedef struct __attribute__((aligned(16))) pds_f4 {
   float x[4];
 } pds_f4;
 
+typedef struct __attribute__((aligned(8))) pds_u2 {
+  uint32_t x, y;
+} pds_u2;
+
+PDS_FN pds_u2 pds_load8(const void *from) {
+  return *(const pds_u2 *)from;
+}
 PDS_FN pds_f4 pds_load_f4(const float *from) {
   const pds_u4 v = pds_load16(from);
   pds_f4 r;

@@ -173,17 +173,36 @@ PDS_KERNEL(pds_cu_route_rows, pds_cu_route, 256) {
 
 enum { COMBINE_RANKS = 8 }; /* loads of so many outputs are under way together */
 
-/* Grid: parts of a row, rows. Shared memory: for each rank where its output is, and its weight. */
+/* Where a rank's output is, and what it weighs. */
+typedef struct combine_rank {
+  const uint8_t *from;
+  float weight;
+  uint32_t bf16;
+} combine_rank;
+
+PDS_FN pds_f4 combine_load(const combine_rank *rank, uint32_t i) {
+  if (!rank->bf16) return pds_load_f4((const float *)rank->from + i);
+  const pds_u2 v = pds_load8(rank->from + i * 2);
+  pds_f4 r;
+  r.x[0] = pds_widen(v.x & 0xffff);
+  r.x[1] = pds_widen(v.x >> 16);
+  r.x[2] = pds_widen(v.y & 0xffff);
+  r.x[3] = pds_widen(v.y >> 16);
+  return r;
+}
+
+/* Grid: parts of a row, rows. */
 PDS_KERNEL(pds_cu_combine_rows, pds_cu_combine, 256) {
   const uint32_t row = PDS_BLOCK_Y, n = p->n, k = p->top_k;
-  const float **from = (const float **)PDS_SHARED;
-  float *weight = (float *)(from + k);
+  combine_rank *rank = (combine_rank *)PDS_SHARED;
   const uint64_t first = (uint64_t)row * k;
   for (uint32_t r = PDS_TID; r < k; r += PDS_THREADS) {
-    const int32_t id = p->id[first + r];
-    const float *out = p->on_gpu && !p->on_gpu[id] ? p->cpu_out : p->out;
-    from[r] = out + (first + r) * p->stride;
-    weight[r] = p->weight[first + r];
+    const uint32_t id = (uint32_t)p->id[first + r];
+    const uint32_t here = p->on_gpu[id / 32] >> id % 32 & 1;
+    const uint8_t *out = here ? (const uint8_t *)p->out : (const uint8_t *)p->cpu_out;
+    rank[r].bf16 = !here && p->cpu_bf16;
+    rank[r].from = out + (first + r) * p->stride * (rank[r].bf16 ? 2 : 4);
+    rank[r].weight = p->weight[first + r];
   }
   pds_sync();
   const uint32_t i = (PDS_BLOCK_X * PDS_THREADS + PDS_TID) * 4;
@@ -193,13 +212,13 @@ PDS_KERNEL(pds_cu_combine_rows, pds_cu_combine, 256) {
   for (uint32_t r0 = 0; r0 < k; r0 += COMBINE_RANKS) {
     PDS_UNROLL
     for (uint32_t r = 0; r < COMBINE_RANKS; r++) {
-      if (r0 + r < k) add[r] = pds_load_f4(from[r0 + r] + i);
+      if (r0 + r < k) add[r] = combine_load(&rank[r0 + r], i);
     }
     PDS_UNROLL
     for (uint32_t r = 0; r < COMBINE_RANKS; r++) {
       if (r0 + r >= k) continue;
       PDS_UNROLL
-      for (uint32_t j = 0; j < 4; j++) sum.x[j] += pds_product(weight[r0 + r], add[r].x[j]);
+      for (uint32_t j = 0; j < 4; j++) sum.x[j] += pds_product(rank[r0 + r].weight, add[r].x[j]);
     }
   }
   if (p->shared) {
