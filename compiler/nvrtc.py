@@ -17,6 +17,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -146,20 +147,22 @@ def _compile(nvrtc: Nvrtc, files: Mapping[str, str], arch: str, stop: Event) -> 
         "arch": arch,
         "options": _OPTIONS,
     }
-    given: bytes | None = json.dumps(asked).encode()
     command = [sys.executable, "-I", nvrtc_program.__file__]
-    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
-        while True:
-            try:
-                image, log = process.communicate(given, timeout=0.1)
-                break
-            except subprocess.TimeoutExpired:
-                given = None  # is on its way
-                if stop.is_set():
+    # Not a pipe: communicate() forgets what it has not written when its time is out.
+    with tempfile.TemporaryFile() as given:
+        given.write(json.dumps(asked).encode())
+        given.seek(0)
+        with subprocess.Popen(command, stdin=given, stdout=PIPE, stderr=PIPE) as process:
+            while True:
+                try:
+                    image, log = process.communicate(timeout=0.1)
+                    break
+                except subprocess.TimeoutExpired:
+                    if stop.is_set():
+                        process.kill()
+                except BaseException:
                     process.kill()
-            except BaseException:
-                process.kill()
-                raise
+                    raise
     if process.returncode == 0:
         return image
     lines = [s.strip() for s in log.decode(errors="replace").splitlines() if s.strip()]
