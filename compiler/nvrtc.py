@@ -17,13 +17,13 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE
-from tempfile import TemporaryFile
 from threading import Event
 
 from pdscope import config, runtime_c
@@ -148,8 +148,8 @@ def _compile(nvrtc: Nvrtc, files: Mapping[str, str], arch: str, stop: Event) -> 
         "options": _OPTIONS,
     }
     command = [sys.executable, "-I", nvrtc_program.__file__]
-    # From a file: communicate() forgets input that a pipe had no room for when it times out.
-    with TemporaryFile() as given:
+    # Not a pipe: communicate() forgets what it has not written when its time is out.
+    with tempfile.TemporaryFile() as given:
         given.write(json.dumps(asked).encode())
         given.seek(0)
         with subprocess.Popen(command, stdin=given, stdout=PIPE, stderr=PIPE) as process:

@@ -341,3 +341,19 @@ def test_stopped_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TargetError, match="status -9"):
         compile_kernels(find_nvrtc(), "sm_90", stop)
     assert time.monotonic() - began < 60
+
+
+def test_a_process_that_starts_slowly(cache: Path, kernels: Kernels, found: Nvrtc) -> None:
+    """More text than a pipe holds, read after the first look whether to stop: a machine under
+    load."""
+    kernels(scale=KERNEL + "// a long comment\n" * 100_000)
+    with pytest.MonkeyPatch.context() as patch:
+        late = "import runpy, time; time.sleep(1); runpy.run_path("
+        late += f"{nvrtc_program.__file__!r}, run_name='__main__')"
+        popen = subprocess.Popen
+        patch.setattr(
+            nvrtc.subprocess,
+            "Popen",
+            lambda command, **options: popen([sys.executable, "-I", "-c", late], **options),
+        )
+        assert image_arch(compile_kernels(found, "sm_90")) == "sm_90"
