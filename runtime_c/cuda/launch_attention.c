@@ -129,7 +129,7 @@ void pds_cu_cut_context(const pds_cu_device *device, pds_cu_attention *a, uint32
   const uint64_t blocks = shape_of(device, a).blocks;
   for (uint32_t n = 1; n <= parts(tokens, 64); n++) {
     const uint32_t each = up(parts(tokens, n), 64);
-    if (n > 1 && each < split_least) break;
+    if (n > 1 && (each < split_least || parts(all, each) > a->most_splits)) break;
     const uint64_t waves = (blocks * n + device->sms - 1) / device->sms,
                    cost = waves * (each + BLOCK_COST) + (n > 1 ? MERGE_COST : 0);
     if (cost >= best) continue;
