@@ -159,9 +159,11 @@ class Bench:
         torch, rows = self.torch, len(position)
         panel = s.key // 2 * 64
         head = 4 * panel + (0 if s.mla else s.value * 128)
-        # As the compiler has it: room for parts of at least KV_SPLIT tokens of the longest context.
-        most = FARTHEST // KV_SPLIT
-        partial = torch.empty(min(rows, 16) * s.heads * most * (s.value + 16), device="cuda")
+        # As the compiler has it: room for parts of at least KV_SPLIT tokens of the longest context,
+        # of 16 rows; where they are fewer, for more parts (launch.h).
+        fold = max(1, 16 // rows)
+        most = FARTHEST // KV_SPLIT * fold
+        partial = torch.empty(16 * s.heads * most // fold * (s.value + 16), device="cuda")
         out = torch.zeros(rows, s.heads, s.value, device="cuda", dtype=torch.bfloat16)
         p = params(
             Attention, position=position, seq=seq, table=cache.tables[copy], kv=cache.kv,
@@ -176,7 +178,7 @@ class Bench:
         p.out = out
         far = int(position.max())
         self.gpu.library.pds_cu_cut_context(
-            ctypes.byref(self.gpu.device), ctypes.byref(p), far, KV_SPLIT
+            ctypes.byref(self.gpu.device), ctypes.byref(p), far, max(64, KV_SPLIT // fold)
         )
         return p
 

@@ -29,7 +29,10 @@ typedef enum pds_cu_stage {
 pds_cu_launch pds_cu_shape_attention(const pds_cu_device *device, const pds_cu_attention *a,
                                      pds_cu_stage stage);
 /* In how many parts, of what multiple of 64 tokens, the context is cut: sets split_tokens and splits.
- * `far`: the greatest position of a row; split_least: pds_plan.kv_split, which partial has room for. */
+ * `far`: the greatest position of a row. partial has room for most_splits parts a row; no part but a
+ * context's only one has fewer than split_least tokens. In a buffer for 16 rows with pds_plan.kv_split,
+ * a step of n rows has room for 16 / n times as many parts: then the launcher may set most_splits to as
+ * much, and split_least to as much less, 64 or more. Decode at short contexts gains by that. */
 void pds_cu_cut_context(const pds_cu_device *device, pds_cu_attention *a, uint32_t far,
                         uint32_t split_least);
 

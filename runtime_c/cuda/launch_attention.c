@@ -15,7 +15,7 @@ enum {
 };
 
 /* What a cut costs besides its tokens, in tokens of the context: an estimate. */
-enum { BLOCK_COST = 64, MERGE_COST = 192 };
+enum { BLOCK_COST = 64, MERGE_COST = 256 };
 
 static uint32_t parts(uint32_t n, uint32_t unit) {
   return (n + unit - 1) / unit;
@@ -115,7 +115,8 @@ pds_cu_launch pds_cu_shape_attention(const pds_cu_device *device, const pds_cu_a
   case PDS_CU_STAGE_ATTEND: return shape_attend(device, a);
   case PDS_CU_STAGE_MERGE: break;
   }
-  return launch(PDS_CU_attention_merge, a->heads, a->rows, 1, PLAIN_THREADS, 0);
+  return launch(PDS_CU_attention_merge, a->heads, a->rows, 1, PLAIN_THREADS,
+                (WARPS + a->splits) * (uint32_t)sizeof(float));
 }
 
 /* As many parts as end soonest, if all blocks take as long as their tokens, one a processor. */
@@ -129,7 +130,7 @@ void pds_cu_cut_context(const pds_cu_device *device, pds_cu_attention *a, uint32
   const uint64_t blocks = shape_of(device, a).blocks;
   for (uint32_t n = 1; n <= parts(tokens, 64); n++) {
     const uint32_t each = up(parts(tokens, n), 64);
-    if (n > 1 && each < split_least) break;
+    if (n > 1 && (each < split_least || parts(all, each) > a->most_splits)) break;
     const uint64_t waves = (blocks * n + device->sms - 1) / device->sms,
                    cost = waves * (each + BLOCK_COST) + (n > 1 ? MERGE_COST : 0);
     if (cost >= best) continue;

@@ -101,13 +101,19 @@ def test_the_context_is_cut_by_what_the_device_has() -> None:
     for sms, heads, far in ((4, 4, 4000), (132, 4, 4000), (132, 4, 200), (132, 132, 4000)):
         a = simt.params(
             "pds_cu_attention", rows=1, heads=heads, kv_heads=heads, act_dtype=2, key_dims=16,
-            value_dims=16, q_stride=32,
+            value_dims=16, q_stride=32, most_splits=8,
         )  # fmt: skip
         device = simt.device(sms=sms, shared_most=227 << 10)
         simt.library().pds_cu_cut_context(device, a, far, 512)
         assert a.splits == 1 or (a.split_tokens >= 512 and a.splits * a.split_tokens > far)
         parts[sms, heads, far] = a.splits
     assert list(parts.values()) == [1, 8, 1, 1]
+    a.heads = a.kv_heads = 4
+    for most, least in ((64, 512), (4, 512), (16, 256), (64, 64)):
+        a.most_splits = most
+        simt.library().pds_cu_cut_context(device, a, 4000, least)
+        assert 1 < a.splits <= most and a.split_tokens >= least
+    assert a.splits == 32
 
 
 @pytest.mark.parametrize("window", [63, 64, 65])

@@ -12,7 +12,8 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
     KEY_ROWS = D / 2,
     KEYS = D * 64, /* bytes of a half block's keys, and of its values */
     STAGE = 2 * KEYS,
-    OUT = 16 * D /* floats of a warp's output */
+    PITCH = D + 4,   /* floats of a pair's output; not all in the same banks */
+    OUT = 16 * PITCH /* of a warp's */
   };
   const uint32_t group = pds_group_heads(p), tiles = (group + 15) / 16,
                  kv_head = PDS_BLOCK_Y / tiles, first_head = PDS_BLOCK_Y % tiles * 16,
@@ -130,7 +131,7 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
     }
   }
 
-  /* Join: outputs [warp][16 pairs][D], then maxima and sums [warp][16]. */
+  /* Join: outputs [warp][16 pairs][PITCH], then maxima and sums [warp][16]. */
   float *joined = (float *)PDS_SHARED, *tops = joined + warps * OUT, *sums = tops + warps * 16;
   pds_copy_wait(0);
   pds_sync();
@@ -147,11 +148,10 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
   }
   PDS_UNROLL
   for (uint32_t i = 0; i < 4; i++) {
-    float *to = joined + (PDS_WARP * 16 + i / 2 * 8 + 2 * t + i % 2) * D + 2 * g;
+    float *to = joined + (PDS_WARP * 16 + i / 2 * 8 + 2 * t + i % 2) * PITCH + 2 * g;
     PDS_UNROLL
     for (uint32_t j = 0; j < PANELS; j++) {
-      to[16 * j] = o[j][i / 2][i % 2];
-      to[16 * j + 1] = o[j][i / 2][2 + i % 2];
+      pds_store_two(to + 16 * j, o[j][i / 2][i % 2], o[j][i / 2][2 + i % 2]);
     }
   }
   pds_sync();
@@ -164,8 +164,9 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
       const uint32_t at = w * 16 + pair;
       const float factor = tops[at] == top ? 1 : pds_exp2((tops[at] - top) * scale);
       sum += sums[at] * factor;
+      const pds_f4 one = pds_load_f4(joined + at * PITCH + d);
       PDS_UNROLL
-      for (uint32_t e = 0; e < 4; e++) v[e] += joined[at * D + d + e] * factor;
+      for (uint32_t e = 0; e < 4; e++) v[e] += one.x[e] * factor;
     }
     if (p->splits > 1) {
       float *part = pds_partial_at(p, to, head, PDS_BLOCK_X);

@@ -51,7 +51,7 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
   const uint32_t key_at[2] = {latent_at(0, 4 * t, g / 2, key_rows) + g % 2 * 8,
                               latent_at(1, 4 * t, g / 2, key_rows) + g % 2 * 8};
   /* of the softmax: this thread's pair and tokens */
-  const uint32_t soft_row = PDS_TID / ROW_THREADS, soft_word = PDS_TID % ROW_THREADS * ROW_WORDS;
+  const uint32_t soft_row = PDS_TID / ROW_THREADS, soft_word = PDS_TID % ROW_THREADS;
   const uint32_t soft_at = tile * TILE + soft_row;
   /* of the outputs: this warp's pairs and dimensions */
   const uint32_t out_row = PDS_WARP % OUT_GROUPS * OUT_TILES * 16 + g,
@@ -148,7 +148,8 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
       float s[ROW_WORDS * 2], top = q.max;
       PDS_UNROLL
       for (uint32_t j = 0; j < ROW_WORDS; j++) {
-        const uint32_t word = soft_word + j, at = soft_row * 32 + score_word(soft_row, word);
+        const uint32_t word = soft_word + j * ROW_THREADS,
+                       at = soft_row * 32 + score_word(soft_row, word);
         float low = 0, high = 0;
         PDS_UNROLL
         for (uint32_t k = 0; k < KEY_PARTS; k++) {
@@ -170,7 +171,7 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
         const float low = pds_exp2((s[2 * j] - base) * scale),
                     high = pds_exp2((s[2 * j + 1] - base) * scale);
         q.sum += low + high;
-        weights[weight_at(soft_row, soft_word + j)] = pds_pack_bf16(low, high);
+        weights[weight_at(soft_row, soft_word + j * ROW_THREADS)] = pds_pack_bf16(low, high);
       }
       if (PDS_TID % ROW_THREADS == 0) factors[soft_row] = factor;
       pds_copy_wait(STAGES - 2); /* the next half block */
@@ -183,7 +184,7 @@ PDS_KERNEL_OF(NAME, pds_cu_attention, 256) {
         pds_scale_rows(o[m], OUT_PARTS * 2, factors[r], factors[r + 8]);
         PDS_UNROLL
         for (uint32_t i = 0; i < 2; i++)
-          a[m][i] = pds_load16(weights + (r / 16 * 2 + i) * 128 + PDS_LANE * 4);
+          a[m][i] = pds_load16(weights + (r / 16 * 2 + i) * 128 + weights_of_thread());
       }
       PDS_UNROLL
       for (uint32_t j = 0; j < OUT_PARTS; j++) {

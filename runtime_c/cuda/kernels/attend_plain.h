@@ -74,25 +74,29 @@ PDS_KERNEL(pds_cu_attend_plain, pds_cu_attention, 128) {
     pds_store_act(pds_output(p), at + d, d < p->value_dims ? out[d] * (1 / sum) : 0, p->act_dtype);
 }
 
-/* Joins the parts of a (row, head) in order of position. Grid: heads, rows. */
+/* Joins the parts of a (row, head), each output's in order of position. Grid: heads, rows. Shared memory:
+ * PDS_BLOCK_WARPS floats, then a factor for each part. */
 PDS_KERNEL(pds_cu_attention_merge, pds_cu_attention, 128) {
   const uint32_t row = PDS_BLOCK_Y, head = PDS_BLOCK_X, position = (uint32_t)p->position[row];
   const uint32_t first = pds_first_key(p, position) / p->split_tokens,
-                 last = position / p->split_tokens, step = pds_up(p->value_dims, 16) + 16;
-  const float *part = pds_partial_at(p, row, head, 0);
-  float top = -PDS_INFINITY, sum = 0;
-  for (uint32_t i = first; i <= last; i++) top = fmaxf(top, part[(uint64_t)i * step]);
-  for (uint32_t i = first; i <= last; i++) {
+                 n = position / p->split_tokens + 1 - first, step = pds_up(p->value_dims, 16) + 16;
+  const float *part = pds_partial_at(p, row, head, first);
+  float *room = (float *)PDS_SHARED, *factor = room + PDS_BLOCK_WARPS, top = -PDS_INFINITY, sum = 0;
+  for (uint32_t i = PDS_TID; i < n; i += PDS_THREADS) top = fmaxf(top, part[(uint64_t)i * step]);
+  top = pds_block_max(top, room);
+  for (uint32_t i = PDS_TID; i < n; i += PDS_THREADS) {
     const float m = part[(uint64_t)i * step];
-    sum += part[(uint64_t)i * step + 1] * (m == top ? 1 : pds_exp(m - top));
+    factor[i] = m == top ? 1 : pds_exp(m - top);
+    sum += part[(uint64_t)i * step + 1] * factor[i];
   }
+  sum = pds_block_sum(sum, room); /* and the factors are there */
   const uint64_t at = pds_output_at(p, row, head);
   const uint32_t dims = pds_output_dims(p, head);
   for (uint32_t d = PDS_TID; d < dims; d += PDS_THREADS) {
     float o = 0;
-    for (uint32_t i = first; i <= last && d < p->value_dims; i++) {
-      const float m = part[(uint64_t)i * step];
-      o += pds_product(m == top ? 1 : pds_exp(m - top), part[(uint64_t)i * step + 16 + d]);
+    if (d < p->value_dims) {
+      const float *from = part + 16 + d;
+      for (uint32_t i = 0; i < n; i++) o += pds_product(factor[i], from[(uint64_t)i * step]);
     }
     pds_store_act(pds_output(p), at + d, d < p->value_dims ? o * (1 / sum) : 0, p->act_dtype);
   }

@@ -11,16 +11,21 @@ PDS_FN uint32_t latent_at(uint32_t panel, uint32_t row, uint32_t chunk, uint32_t
   return (panel * rows + row / 2 * 2) * 64 + slot * 16;
 }
 
-/* Of a pair's 32 scores, where those of tokens 2 word and 2 word + 1 are. */
+/* Of a pair's 32 scores, where those of tokens 2 word and 2 word + 1 are: pairs 2t, and four neighbouring
+ * ones, in different banks. */
 PDS_FN uint32_t score_word(uint32_t pair, uint32_t word) {
-  return (word / 2 ^ pair / 2 % 4 * 2) * 4 + word % 2 * 2;
+  return (word / 2 ^ (pair / 2 + pair % 2 * 2) % 4 * 2) * 4 + word % 2 * 2;
 }
 
 /* Where the word of weights of tokens 2 word and 2 word + 1 is, among the words of A that threads read
  * together: rows are 16 pairs, k = 32 tokens in two halves, and a thread has tokens 8t..8t+7. */
 PDS_FN uint32_t weight_at(uint32_t pair, uint32_t word) {
   const uint32_t half = word / 2 % 2, lane = pair % 8 * 4 + word / 4;
-  return ((pair / 16 * 2 + half) * 32 + lane) * 4 + pair / 8 % 2 + word % 2 * 2;
+  return ((pair / 16 * 2 + half) * 32 + (lane ^ lane / 8)) * 4 + pair / 8 % 2 + word % 2 * 2;
+}
+/* Where a thread's four words begin, in those of 16 pairs and half of k. */
+PDS_FN uint32_t weights_of_thread(void) {
+  return (PDS_LANE ^ PDS_LANE / 8) * 4;
 }
 
 /* The lower halves of two words, and the upper ones: a's in the lower half. */

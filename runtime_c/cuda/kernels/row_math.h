@@ -74,6 +74,16 @@ PDS_FN float pds_block_sum(float v, float *room) {
   return sum;
 }
 
+PDS_FN float pds_block_max(float v, float *room) {
+  v = pds_warp_max(v);
+  pds_sync();
+  if (PDS_LANE == 0) room[PDS_WARP] = v;
+  pds_sync();
+  float top = room[0];
+  for (uint32_t w = 1; w < PDS_THREADS / 32; w++) top = fmaxf(top, room[w]);
+  return top;
+}
+
 /* Element i of a row of act. */
 PDS_FN void pds_store_act(void *y, uint64_t i, float v, uint32_t act) {
   if (act == PDS_CU_BF16)

@@ -48,6 +48,15 @@ PDS_FN void pds_two_words(uint32_t *to, const uint8_t *shared) {
 #endif
 }
 
+PDS_FN void pds_store_two(float *shared, float a, float b) {
+#ifdef __CUDACC__
+  *(float2 *)shared = make_float2(a, b);
+#else
+  shared[0] = a;
+  shared[1] = b;
+#endif
+}
+
 PDS_FN float pds_exp2(float x) {
 #ifdef __CUDACC__
   float r;
