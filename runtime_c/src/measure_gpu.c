@@ -156,6 +156,7 @@ static pds_status begin_rows(part *p) {
   pds_step_ctx *ctx = p->ctx;
   PDS_RETURN_IF_ERROR(pds_measure_begin_rows(p->session, ctx, p->asked));
   ctx->token = ctx->position; /* any number: nothing is embedded */
+  ctx->logit_row = p->session->logit_rows;
   ctx->predicts = pds_gpu_predicts(p->gpu);
   ctx->predict_step = (ctx->rows + ctx->plan->predict_rows - 1) / ctx->plan->predict_rows;
   return PDS_OK;
@@ -211,6 +212,11 @@ static pds_status send_little(const part *p) {
   return record(p, p->end, gpu->copies);
 }
 
+/* On a virtual clock no time has passed since the last copy, and the link would not be idle. */
+static void let_it_rest(const pds_gpu *gpu) {
+  if (gpu->is_virtual) gpu->cuda.pds_mock_advance(gpu->cuda.pds_mock_now() + 1);
+}
+
 static pds_status link(const part *p, int64_t *out_ns) {
   pds_gpu *gpu = p->gpu;
   const pds_measurement *asked = p->asked;
@@ -218,6 +224,7 @@ static pds_status link(const part *p, int64_t *out_ns) {
     return pds_fail(PDS_ERR_ARGUMENT,
                     "measurement: the plan has no slot that experts come to; raise --gpu-mem");
   PDS_RETURN_IF_ERROR(pds_gpu_drain(gpu));
+  let_it_rest(gpu);
   if (asked->what == PDS_MEASURE_LINK_BUSY) pds_measure_wake(p->ctx);
   PDS_RETURN_IF_ERROR(record(p, p->begin, gpu->copies));
   if (asked->what == PDS_MEASURE_LINK_START) {
