@@ -55,10 +55,12 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Present:
-    """GPUs of this machine: their architectures, oldest first, and the driver's CUDA version."""
+    """GPUs of this machine: their architectures, oldest first, the driver's CUDA version, and the
+    name of the first GPU."""
 
     architectures: tuple[str, ...] = ()
     cuda: Version = (0, 0)
+    name: str = ""
 
 
 def resolve(asked: GpuArch, notes: list[str]) -> Kernels | None:
@@ -108,11 +110,15 @@ def present() -> Present:
         ask = driver.cuDeviceGetAttribute
         version, count = _read(driver.cuDriverGetVersion), _read(driver.cuDeviceGetCount)
         devices = [_read(driver.cuDeviceGet, ordinal) for ordinal in range(count)]
+        text = ctypes.create_string_buffer(64)
+        if devices:
+            driver.cuDeviceGetName(text, len(text), devices[0])
     except (OSError, AttributeError):  # no driver, or another library
         return Present()
     found = {10 * _read(ask, _MAJOR, device) + _read(ask, _MINOR, device) for device in devices}
     names = tuple(f"sm_{number}" for number in sorted(found) if number)
-    return Present(names, (version // 1000, version % 1000 // 10))
+    cuda = (version // 1000, version % 1000 // 10)
+    return Present(names, cuda, text.value.decode(errors="replace"))
 
 
 def _read(function: "ctypes._NamedFuncPointer", *arguments: int) -> int:

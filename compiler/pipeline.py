@@ -41,6 +41,7 @@ from pdscope.compiler.passes.plan_memory import (
 )
 from pdscope.compiler.passes.predictor_report import PredictorReport
 from pdscope.compiler.passes.profile_costs import BUSY, ProfileCosts, busy
+from pdscope.compiler.passes.profile_gpu import GpuProfile
 from pdscope.compiler.passes.programs import Schedule
 from pdscope.compiler.passes.tokenizer_files import (
     TokenizerFiles,
@@ -211,7 +212,13 @@ class Pipeline:
     def _profile_costs(self, plan: Plan) -> None:
         """`plan` is whole but for plan.json."""
         source, key = self.source.options.cost_source, model_key(self.lowered)
-        self.manager.run(ProfileCosts(plan, key, source, self.manager.code, self.source.progress))
+        gpu: GpuProfile | None = None
+        if self.gpu is not None and self.gpu.expert:
+            folder, notes = self.workspace.scratch("gpu-costs"), self.source.notes
+            sizes = self.memory, self.gpu
+            gpu = GpuProfile(plan, self.lowered, *sizes, key, folder, notes, self.source.progress)
+        code, progress = self.manager.code, self.source.progress
+        self.manager.run(ProfileCosts(plan, key, source, code, progress, gpu))
         table = CostTable.parse(self.workspace.read_text(COSTS), COSTS)
         if table.gpu is None or table.link is None:
             self.source.notes.append(

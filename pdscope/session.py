@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 Messages = Sequence[Mapping[str, Any]]
 
-MEASURES = ("experts", "shared", "attention", "predict", "context")  # PDS_MEASURE_*
+# PDS_MEASURE_*
+MEASURES = (
+    *("experts", "shared", "attention", "predict", "context"),
+    *("gpu_experts", "gpu_shared", "gpu_attention", "link", "link_busy", "link_start"),
+)
 
 
 @dataclass(frozen=True)
@@ -164,13 +168,21 @@ class Session(SessionCore):
         rows: int = 0,
         seq: int = 0,
         experts: Mapping[int, int] | None = None,
+        loads: Sequence[int] = (),
     ) -> int:
         """Nanoseconds that a part of a step takes on made-up rows, for the compiler's cost table.
 
         what: one of MEASURES. "experts": one job of `experts`, each with its number of tokens;
         "shared", "predict": of `rows` rows; "attention": norm, attention, norm and gate of `rows`
         rows that would continue sequence `seq`, which stays as it is; "context": nothing (0), but
-        `seq` gets `rows` made-up tokens. Raises InputError, BudgetError.
+        `seq` gets `rows` made-up tokens.
+
+        An engine with a GPU measures "context" and these alone, in nanoseconds of the driver's
+        clock: "gpu_experts": one submission of `experts`, whose weights are those of slots,
+        expert modulo all slots; "gpu_shared"; "gpu_attention", until the routes are on the host;
+        "link": the experts `loads` to slots of the ring, each to expert modulo those; "link_busy":
+        the same while the CPU computes `experts`; "link_start": the same of 4 KiB.
+        Raises InputError, BudgetError.
         """
         if what not in MEASURES:
             raise InputError(f"what is {what!r}, expected one of {', '.join(MEASURES)}")
@@ -186,11 +198,13 @@ class Session(SessionCore):
                 c.new("int32_t[]", [seq] * rows),
                 c.new("uint32_t[]", list(given)),
                 c.new("uint32_t[]", list(given.values())),
+                c.new("uint32_t[]", list(loads)),
             ]
             asked = c.new(
                 "pds_measurement *", [MEASURES.index(what), layer, rows, *keep[:2], len(given)]
             )
-            asked.expert, asked.tokens = keep[2:]
+            asked.expert, asked.tokens, asked.load = keep[2:]
+            asked.n_loads = len(loads)
             self._check(self._lib.pds_measure(self._pointer(), asked, out))
         return int(out[0])
 

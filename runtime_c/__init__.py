@@ -54,6 +54,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/engine.c",
     "src/session.c",
     "src/measure.c",
+    "src/measure_gpu.c",
     "src/sample.c",
     "src/generate.c",
     "src/ops_gemm.c",

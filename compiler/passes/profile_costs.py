@@ -4,8 +4,8 @@ costs.json.
 A measurement is one job of a step's workers and kernels on made-up rows (pds_measure). Weights
 rotate over layers and experts, so that caches hold of them what they hold in a step. Measurements
 of all points take turns, so that what else the machine does spreads over them; the medians are
-fitted. A table is kept in the cache, for other plans of models with the same dimensions. May import
-numpy, pdscope.{config,costs,engine,errors,plan,session} and
+fitted. A table is kept in the cache, for other plans of models with the same dimensions. A GPU's
+part is profile_gpu.py's. May import numpy, pdscope.{config,costs,engine,errors,plan,session} and
 pdscope.compiler.{cost_source,costs,passmanager,source}.
 """
 
@@ -45,6 +45,7 @@ ROUNDS = 25  # samples of a point, if there is time
 LEAST = 3
 TOKENS = 4096  # of an expert, at most
 CONTEXT = 4096
+SEQUENCES = 2  # of a session that measures
 PREFILL_ROWS = 128  # whose time with a context is compared with that without
 ROTATE = 1 << 30  # bytes of experts that take turns: more than caches hold
 BUSY = 1.5  # what is more than chance, of busy()
@@ -75,6 +76,9 @@ class Clock(Protocol):
     def predict(self) -> int:
         """Of one row."""
 
+    def link(self, what: str, n: int) -> int:
+        """Of n experts, or a small copy, to the GPU: link, link_busy or link_start."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -86,6 +90,7 @@ class Limits:
     context: int  # tokens that a sequence is given for attention's time with a context
     shared: bool
     predicts: bool
+    loads: int = 0  # experts that cross the link to a GPU together; 0: there is none
 
     @property
     def expert_tokens(self) -> int:
@@ -97,7 +102,7 @@ class Limits:
         return min(PREFILL_ROWS, self.max_rows)
 
 
-Key = tuple[str, int, int]  # what, experts or 0 / 1 for context, tokens or rows
+Key = tuple[str, int, int]  # what, experts or 0 / 1 for context, tokens or rows (link: 1)
 
 
 def points(limits: Limits) -> list[Key]:
@@ -113,6 +118,8 @@ def points(limits: Limits) -> list[Key]:
     found += [("attention", 1, n) for n in sorted({1, limits.prefill_rows})]
     if limits.shared:
         found += [("shared", 0, n) for n in rows]
+    if limits.loads:
+        found += [("link", limits.loads, 1), ("link_busy", limits.loads, 1), ("link_start", 0, 1)]
     return found + ([("predict", 0, 1)] if limits.predicts else [])
 
 
@@ -144,6 +151,8 @@ def sample(
             ns = clock.experts(n, count)
         elif what == "attention":
             ns = clock.attention(count, bool(n))
+        elif what.startswith("link"):
+            ns = clock.link(what, n)
         else:
             ns = clock.shared(count) if what == "shared" else clock.predict()
         taken.setdefault(key, []).append(ns)
@@ -171,7 +180,7 @@ def sample(
 
 
 def device_of(taken: Mapping[Key, list[int]], limits: Limits) -> Device:
-    """The CPU's costs of measurements that hold `points`, or the lighter of them."""
+    """A device's costs of measurements that hold `points`, or the lighter of them."""
     start, each = _start_and_expert(taken)
     experts: dict[int, Bar] = {1: each}
     for what, n, tokens in taken:
@@ -245,8 +254,16 @@ def _figure(bar: Bar) -> Figure:
     return Figure(bar.median, bar)
 
 
+def room(max_context: int, max_rows: int, kv_block: int) -> tuple[int, int]:
+    """Tokens of context that attention is measured behind, and those that a session for all
+    measurements has place for."""
+    context = min(CONTEXT, max_context - min(PREFILL_ROWS, max_rows))
+    context = max(0, context) // kv_block * kv_block
+    return context, context + 2 * min(max_rows, max_context) + 2 * kv_block
+
+
 class PlanClock:
-    """Measures through a loaded plan; weights rotate."""
+    """Measures the CPU's part through a loaded plan; weights rotate."""
 
     def __init__(self, engine: Engine, model: ModelKey) -> None:
         plan, info = engine.plan, engine.info
@@ -255,8 +272,7 @@ class PlanClock:
         self.layers = layers[: max(1, -(-ROTATE // layer_bytes))]
         self.predicting = layers[:-1] if plan.data["predictor"] != "none" else []
         self.experts_of_layer = model.experts
-        context = min(CONTEXT, info.max_context - min(PREFILL_ROWS, info.max_rows))
-        context = max(0, context) // info.kv_block * info.kv_block
+        context, kv_tokens = room(info.max_context, info.max_rows, info.kv_block)
         self.limits = Limits(
             experts=model.experts,
             top_k=model.top_k,
@@ -266,7 +282,7 @@ class PlanClock:
             predicts=bool(self.predicting),
         )
         rows = min(info.max_rows, info.max_context)
-        self.session = engine.session(max_seqs=2, kv_tokens=context + 2 * rows + 2 * info.kv_block)
+        self.session = engine.session(max_seqs=SEQUENCES, kv_tokens=kv_tokens)
         left = context
         while left:
             step = min(left, rows)
@@ -307,6 +323,10 @@ class PlanClock:
             "predict", self.predicting[self._next() % len(self.predicting)], 1
         )
 
+    def link(self, what: str, n: int) -> int:
+        """Raises InputError: of an engine without a GPU."""
+        return self.session.measure(what, self._layer(), loads=range(n))
+
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """As the operating system calls it."""
@@ -340,6 +360,16 @@ def machine_of(engine: Engine) -> Machine:
     return Machine(cpu_name(), info.cores, info.threads, info.isa)
 
 
+class GpuPart(Protocol):
+    """Measures the GPU's part (profile_gpu.GpuProfile)."""
+
+    def identity(self) -> str:
+        """What of the GPU decides its times; "": this machine has none."""
+
+    def add(self, table: CostTable) -> CostTable:
+        """The table with GPU and link, unless this plan cannot use the GPU."""
+
+
 @dataclass(frozen=True)
 class ProfileCosts:
     """costs.json: measured here, unless the cache has it; or what `source` gives."""
@@ -349,6 +379,7 @@ class ProfileCosts:
     source: CostSource
     code: str  # identity of the compiler and its runtime
     progress: Progress = field(repr=False)
+    gpu: GpuPart | None = None  # of a plan for one
 
     name = "profile-costs"
     reads = ()
@@ -360,6 +391,7 @@ class ProfileCosts:
             "model": json.dumps(asdict(self.model)),
             "given": "" if given is None else given.text(),
             "measured": f"{cpu_name()} {platform.node()}" if self.source.measured else "",
+            "gpu": self.gpu.identity() if self.gpu and self.source.measured else "",
         }
 
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
@@ -372,30 +404,48 @@ class ProfileCosts:
         return {workspace.write(JSON, table.text()): None}
 
     def _measured(self) -> CostTable:
+        table = self._cpu()
+        identity = self.gpu.identity() if self.gpu else ""
+        if self.gpu is None or not identity:
+            return table
+        cache = self._cache(table.machine, identity)
+        if (kept := self._kept(cache)) is not None:
+            return kept
+        table = self.gpu.add(table)
+        if table.gpu is not None:
+            self._keep(cache, table)
+        return table
+
+    def _cpu(self) -> CostTable:
         weights = "mmap" if self.plan.bytes_under("weights") > _COPIED else None
         if self.plan.absent_weights:
             weights = "dummy"
         with Engine(self.plan, weights=weights, device="cpu") as engine:
-            cache, rows = self._cache(engine), engine.info.max_rows
-            if (kept := self._kept(cache, rows)) is not None:
+            cache = self._cache(machine_of(engine))
+            if (kept := self._kept(cache)) is not None:
                 return kept
             table = measure(engine, self.model, self.progress)
-        if busy(table) <= BUSY:  # else another compile may do better
-            with contextlib.suppress(OSError, DiskError), writing(cache / f"{rows}.json") as path:
-                path.write_text(table.text(), encoding="utf-8")
+        self._keep(cache, table)
         return table
 
-    def _cache(self, engine: Engine) -> Path:
+    def _keep(self, cache: Path, table: CostTable) -> None:
+        if busy(table) > BUSY:  # another compile may do better
+            return
+        with contextlib.suppress(OSError, DiskError):
+            with writing(cache / f"{self.plan.max_rows}.json") as path:
+                path.write_text(table.text(), encoding="utf-8")
+
+    def _cache(self, machine: Machine, gpu: str = "") -> Path:
         """The folder of tables of this machine and model: MAX_ROWS.json each, as the rows of a step
         decide how far curves reach."""
-        what = [asdict(machine_of(engine)), asdict(self.model), self.code]
+        what = [asdict(machine), asdict(self.model), self.code, *([gpu] if gpu else [])]
         key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
         return config.cache_dir() / "costs" / key
 
-    def _kept(self, cache: Path, rows: int) -> CostTable | None:
+    def _kept(self, cache: Path) -> CostTable | None:
         """One that reaches as far as a plan of so many rows, if one is whole."""
         found = [(int(p.stem), p) for p in cache.glob("*.json") if p.stem.isdecimal()]
-        for _, path in sorted(pair for pair in found if pair[0] >= rows):
+        for _, path in sorted(pair for pair in found if pair[0] >= self.plan.max_rows):
             with contextlib.suppress(PlanError):  # damaged
                 table = CostTable.read(path)
                 table.check_model(self.model, str(path))

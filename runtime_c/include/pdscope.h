@@ -272,17 +272,27 @@ enum {
   PDS_MEASURE_SHARED = 1,    /* its shared expert, on `rows` rows */
   PDS_MEASURE_ATTENTION = 2, /* norm, attention, norm and gate of `rows` rows */
   PDS_MEASURE_PREDICT = 3,   /* the predictor's logits of `rows` rows, at most 16 */
-  PDS_MEASURE_CONTEXT = 4    /* nothing: the rows join their sequences, as if a step had computed them */
+  PDS_MEASURE_CONTEXT = 4,   /* nothing: the rows join their sequences, as if a step had computed them */
+  /* Of an engine with a GPU, which measures these and CONTEXT alone; on the clock of the GPU's driver. The ring's
+   * slots lose what they hold. */
+  PDS_MEASURE_GPU_EXPERTS = 5,   /* one submission of experts, the weights of each being those in slot `expert` modulo all slots */
+  PDS_MEASURE_GPU_SHARED = 6,    /* the shared expert, on `rows` rows */
+  PDS_MEASURE_GPU_ATTENTION = 7, /* norm, attention, norm and gate of `rows` rows, from the first launch to the routes on the host */
+  PDS_MEASURE_LINK = 8,          /* `load` to the ring's slots, from an idle link to the last byte */
+  PDS_MEASURE_LINK_BUSY = 9,     /* the same while the CPU computes `expert`, as often as it takes */
+  PDS_MEASURE_LINK_START = 10    /* the same of a copy of 4 KiB, or of an expert that is smaller */
 };
 typedef struct pds_measurement {
   uint32_t what;           /* PDS_MEASURE_* */
   uint32_t layer;
   uint32_t rows;
-  const int32_t *position; /* [rows], ATTENTION and CONTEXT, as in pds_batch: they continue their sequences */
+  const int32_t *position; /* [rows], (GPU_)ATTENTION and CONTEXT, as in pds_batch: they continue their sequences */
   const int32_t *seq;      /* [rows] */
-  uint32_t n;              /* EXPERTS: how many */
+  uint32_t n;              /* (GPU_)EXPERTS, LINK_BUSY: how many */
   const uint32_t *expert;  /* [n], none twice */
   const uint32_t *tokens;  /* [n] rows of each, at least 1; max_rows x top_k at most in all */
+  uint32_t n_loads;        /* LINK, LINK_BUSY: how many, 1 to the layer's experts */
+  const uint32_t *load;    /* [n_loads] experts; each goes to the ring's slot `load` modulo its slots */
 } pds_measurement;
 
 /* One executed instruction. Times are CLOCK_MONOTONIC nanoseconds. Instructions that ran as one

@@ -275,6 +275,14 @@ pds_status pds_link_arrived(pds_gpu *gpu, int32_t slot, bool *out_arrived);
 /* Around the instructions of a step. */
 pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *host,
                          pds_gpu_step *out);
+/* The parts of pds_gpu_begin that measurements need too: the step's contexts, of as many rows as `host`
+ * has; and its rows, block tables and rotations on the device. */
+void pds_gpu_open_step(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *host,
+                       pds_gpu_step *out);
+pds_status pds_gpu_send_batch(pds_gpu_step *step);
+/* An operator that takes no argument, on `compute`. `holes`: pinned, of PDS_KERNEL_EXPERTS. */
+pds_status pds_gpu_launch(pds_gpu_step *step, pds_kernel kernel, uint32_t layer,
+                          const pds_gpu_hole *holes, uint32_t n);
 /* `status`: that of the instructions; returned if the end is no worse. */
 pds_status pds_gpu_end(pds_gpu_step *step, pds_status status);
 /* One instruction; *out_experts: experts that it named. */

@@ -34,6 +34,11 @@ static pds_status launch(pds_gpu_step *step, pds_kernel kernel, uint32_t layer, 
   return PDS_OK;
 }
 
+pds_status pds_gpu_launch(pds_gpu_step *step, pds_kernel kernel, uint32_t layer,
+                          const pds_gpu_hole *holes, uint32_t n) {
+  return launch(step, kernel, layer, 0, holes, n);
+}
+
 /* A slot's next copy waits for this. */
 static pds_status mark_freed(pds_gpu *gpu, const pds_gpu_hole *hole) {
   if (hole->slot < (int32_t)gpu->residency.hot) return PDS_OK;
@@ -243,6 +248,21 @@ static void pump(void *arg) {
   if (step->pumped == PDS_OK) step->pumped = launch_deferred(step);
 }
 
+void pds_gpu_open_step(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *host,
+                       pds_gpu_step *out) {
+  *out = (pds_gpu_step){.gpu = gpu, .session = session, .host = host};
+  out->device = device_context(gpu, session, host);
+  gpu->step = out;
+  host->rounds_out = !gpu->twins && gpu->plan->act_dtype == PDS_BF16;
+  if (!gpu->is_virtual) pds_pool_watch(host->pool, pump, out);
+}
+
+pds_status pds_gpu_send_batch(pds_gpu_step *step) {
+  PDS_RETURN_IF_ERROR(send_rows(step));
+  PDS_RETURN_IF_ERROR(send_tables(step));
+  return launch(step, PDS_KERNEL_ROPE, 0, 0, NULL, 0);
+}
+
 pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *host,
                          pds_gpu_step *out) {
   *out = (pds_gpu_step){.gpu = gpu, .session = session, .host = host};
@@ -250,18 +270,13 @@ pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *h
     return pds_fail(
         PDS_ERR_ARGUMENT,
         "a GPU plan's step needs costs and a policy: call pds_engine_set_schedule first");
-  out->device = device_context(gpu, session, host);
-  gpu->step = out;
-  host->rounds_out = !gpu->twins && gpu->plan->act_dtype == PDS_BF16;
-  if (!gpu->is_virtual) pds_pool_watch(host->pool, pump, out);
+  pds_gpu_open_step(gpu, session, host, out);
   gpu->policy.now++;
   gpu->policy.free_at = gpu->policy.elapsed = 0;
   gpu->policy.ahead = 0;
   gpu->policy.predicted = false;
   memset(gpu->policy.draft, 0, sizeof gpu->policy.draft);
-  PDS_RETURN_IF_ERROR(send_rows(out));
-  PDS_RETURN_IF_ERROR(send_tables(out));
-  return launch(out, PDS_KERNEL_ROPE, 0, 0, NULL, 0);
+  return pds_gpu_send_batch(out);
 }
 
 /* Prefetches that nobody asked for any more, and slots that a step that failed had in use. */

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "cpu.h"
-#include "engine.h"
+#include "measure.h"
 #include "ops.h"
 
 enum { WAKE_NS = 50000 }; /* longer than a sleeping worker takes to come */
@@ -22,7 +22,7 @@ static void fill(float *x, size_t n) {
     x[i] = (float)((uint32_t)(i * 2654435761u) >> 8 & 0xffff) / 65536.0f - 0.5f;
 }
 
-static void fill_rows(pds_step_ctx *ctx, pds_buffer buffer) {
+void pds_measure_fill(pds_step_ctx *ctx, pds_buffer buffer) {
   const uint32_t hidden = ctx->plan->hidden, stride = pds_ceil(hidden, 32);
   float *x = pds_buf(ctx, buffer);
   fill(x, (size_t)ctx->rows * stride);
@@ -30,8 +30,8 @@ static void fill_rows(pds_step_ctx *ctx, pds_buffer buffer) {
     memset(x + (size_t)i * stride + hidden, 0, (stride - hidden) * sizeof *x);
 }
 
-static void fill_normed(pds_step_ctx *ctx) {
-  fill_rows(ctx, PDS_BUF_XN);
+void pds_measure_fill_normed(pds_step_ctx *ctx) {
+  pds_measure_fill(ctx, PDS_BUF_XN);
   pds_act(ctx)->convert(pds_buf(ctx, PDS_BUF_XN), pds_buf(ctx, PDS_BUF_XACT),
                         ctx->rows * pds_ceil(ctx->plan->hidden, 32));
 }
@@ -44,14 +44,14 @@ static void wake_item(void *arg, uint32_t item, uint32_t worker) {
 }
 
 /* Workers that slept would make the first job longer than a step's are. */
-static void wake(pds_step_ctx *ctx) {
+void pds_measure_wake(pds_step_ctx *ctx) {
   uint64_t begin = pds_now_ns();
   pds_pool_run(ctx->pool, wake_item, &begin, pds_pool_threads(ctx->pool));
 }
 
 static void timed(const part *p, void (*run)(const part *), int64_t *out_ns) {
   const uint32_t fp = pds_fp_default();
-  wake(p->ctx);
+  pds_measure_wake(p->ctx);
   const uint64_t begin = pds_now_ns();
   run(p);
   *out_ns = (int64_t)(pds_now_ns() - begin);
@@ -88,7 +88,7 @@ static pds_status check_experts(const pds_plan *plan, const pds_measurement *ask
 
 /* Gives each expert its tokens: rows of the step in turn, so that none reads a row twice unless it
  * has more tokens than the step has rows. */
-static uint32_t bind(pds_step_ctx *ctx, const pds_measurement *asked) {
+uint32_t pds_measure_bind(pds_step_ctx *ctx, const pds_measurement *asked) {
   const uint32_t top_k = ctx->plan->layers[asked->layer].gate.top_k;
   int32_t *sorted = pds_buf(ctx, PDS_BUF_EXPERT_ROWS);
   uint32_t all = 0, most = 0;
@@ -122,8 +122,8 @@ static void run_attention(const part *p) {
   if (p->ctx->plan->layers[p->layer].moe) pds_op_gate(p->ctx, p->layer);
 }
 
-static pds_status begin_rows(pds_session *session, pds_step_ctx *ctx,
-                             const pds_measurement *asked) {
+pds_status pds_measure_begin_rows(pds_session *session, pds_step_ctx *ctx,
+                                  const pds_measurement *asked) {
   if (!asked->position || !asked->seq)
     return pds_fail(PDS_ERR_ARGUMENT, "measurement: position or seq is a null pointer");
   PDS_RETURN_IF_ERROR(pds_kv_begin(&session->kv, asked->rows, asked->seq, asked->position));
@@ -135,27 +135,43 @@ static pds_status begin_rows(pds_session *session, pds_step_ctx *ctx,
 
 static pds_status measure_attention(pds_session *session, const part *p,
                                     const pds_measurement *asked, int64_t *out_ns) {
-  PDS_RETURN_IF_ERROR(begin_rows(session, p->ctx, asked));
-  fill_rows(p->ctx, PDS_BUF_HID);
+  PDS_RETURN_IF_ERROR(pds_measure_begin_rows(session, p->ctx, asked));
+  pds_measure_fill(p->ctx, PDS_BUF_HID);
   pds_op_rope_table(p->ctx);
   timed(p, run_attention, out_ns);
   pds_kv_rollback(&session->kv, asked->rows, asked->seq);
   return PDS_OK;
 }
 
+static pds_status write_block(pds_session *session, unsigned char *at) {
+  const uint64_t bytes = session->engine->plan->kv_block_bytes;
+  pds_gpu *gpu = session->engine->gpu;
+  if (gpu)
+    PDS_CUDA_CALL(gpu, "writing a KV block", cuMemsetD8Async, (CUdeviceptr)(uintptr_t)at, 0x3c,
+                  bytes, gpu->compute);
+  else
+    memset(at, 0x3c, bytes);
+  return PDS_OK;
+}
+
 /* Memory that nobody has written is one page of zeros, which a cache holds: so the blocks that the
  * rows lie in are written, with small numbers of either act dtype. */
-static pds_status extend(pds_session *session, pds_step_ctx *ctx, const pds_measurement *asked) {
-  PDS_RETURN_IF_ERROR(begin_rows(session, ctx, asked));
+pds_status pds_measure_extend(pds_session *session, pds_step_ctx *ctx,
+                              const pds_measurement *asked) {
+  PDS_RETURN_IF_ERROR(pds_measure_begin_rows(session, ctx, asked));
   const pds_plan *plan = ctx->plan;
-  for (uint32_t i = 0; i < asked->rows; i++) {
+  pds_status status = PDS_OK;
+  for (uint32_t i = 0; i < asked->rows && status == PDS_OK; i++) {
     const uint32_t position = (uint32_t)asked->position[i], seq = (uint32_t)asked->seq[i];
     if (i && position % plan->kv_block) continue;
     const uint32_t block = ctx->table[(size_t)seq * ctx->table_stride + position / plan->kv_block];
-    memset(ctx->kv + block * plan->kv_block_bytes, 0x3c, plan->kv_block_bytes);
+    status = write_block(session, ctx->kv + block * plan->kv_block_bytes);
   }
-  pds_kv_commit(&session->kv, asked->rows, asked->seq);
-  return PDS_OK;
+  if (status == PDS_OK)
+    pds_kv_commit(&session->kv, asked->rows, asked->seq);
+  else
+    pds_kv_rollback(&session->kv, asked->rows, asked->seq);
+  return status;
 }
 
 /* --- the predictor --- */
@@ -181,33 +197,74 @@ static void before_predict(pds_session *session, const part *p) {
 
 /* --- the one way in --- */
 
-static pds_status check(const pds_plan *plan, const pds_measurement *asked) {
+static pds_status check_loads(const pds_plan *plan, const pds_measurement *asked) {
+  const uint32_t experts = plan->layers[asked->layer].gate.experts;
+  if (!asked->load) return pds_fail(PDS_ERR_ARGUMENT, "measurement: load is a null pointer");
+  if (!asked->n_loads || asked->n_loads > experts)
+    return pds_fail(PDS_ERR_ARGUMENT, "measurement: %u loads, expected 1 to %u", asked->n_loads,
+                    experts);
+  for (uint32_t i = 0; i < asked->n_loads; i++)
+    if (asked->load[i] >= experts)
+      return pds_fail(PDS_ERR_ARGUMENT, "measurement: load of expert %u, expected 0 to %u",
+                      asked->load[i], experts - 1);
+  return PDS_OK;
+}
+
+static pds_status check_rows(const pds_plan *plan, const pds_measurement *asked) {
+  const uint32_t most = asked->what == PDS_MEASURE_PREDICT && plan->max_rows > PDS_PREDICT_ROWS
+                            ? PDS_PREDICT_ROWS
+                            : plan->max_rows;
+  if (asked->rows && asked->rows <= most) return PDS_OK;
+  return pds_fail(PDS_ERR_BATCH, "measurement: %u rows, expected 1 to %u", asked->rows, most);
+}
+
+static pds_status check_device(uint32_t what, const pds_gpu *gpu) {
+  if (what == PDS_MEASURE_CONTEXT || (what >= PDS_MEASURE_GPU_EXPERTS) == (gpu != NULL))
+    return PDS_OK;
+  return pds_fail(PDS_ERR_ARGUMENT,
+                  gpu ? "measurement: it times the CPU's kernels: create the engine without a GPU"
+                      : "measurement: it times a GPU: create the engine with one");
+}
+
+pds_status pds_measure_check(const pds_engine *engine, const pds_measurement *asked) {
+  const pds_plan *plan = engine->plan;
   const uint32_t what = asked->what;
-  if (what > PDS_MEASURE_CONTEXT)
-    return pds_fail(PDS_ERR_ARGUMENT, "measurement: what is %u, expected 0 to 4", what);
+  if (what > PDS_MEASURE_LINK_START)
+    return pds_fail(PDS_ERR_ARGUMENT, "measurement: what is %u, expected 0 to 10", what);
+  PDS_RETURN_IF_ERROR(check_device(what, engine->gpu));
   if (asked->layer >= plan->n_layers)
     return pds_fail(PDS_ERR_ARGUMENT, "measurement: layer %u, expected 0 to %u", asked->layer,
                     plan->n_layers - 1);
   const pds_layer *l = &plan->layers[asked->layer];
-  const bool there[] = {l->moe, l->shared.inter > 0, true, l->predictor.kind != PDS_PREDICT_NONE,
-                        true};
-  static const char *const names[] = {"experts", "shared expert", "", "predictor", ""};
-  if (!there[what])
-    return pds_fail(PDS_ERR_ARGUMENT, "measurement: layer %u has no %s", asked->layer, names[what]);
-  if (what == PDS_MEASURE_EXPERTS) return check_experts(plan, asked);
-  const uint32_t most = what == PDS_MEASURE_PREDICT && plan->max_rows > PDS_PREDICT_ROWS
-                            ? PDS_PREDICT_ROWS
-                            : plan->max_rows;
-  if (!asked->rows || asked->rows > most)
-    return pds_fail(PDS_ERR_BATCH, "measurement: %u rows, expected 1 to %u", asked->rows, most);
-  return PDS_OK;
+  const bool anything = what == PDS_MEASURE_ATTENTION || what == PDS_MEASURE_CONTEXT;
+  const bool shared = what == PDS_MEASURE_SHARED || what == PDS_MEASURE_GPU_SHARED;
+  const char *missing = NULL;
+  if (what == PDS_MEASURE_PREDICT)
+    missing = l->predictor.kind == PDS_PREDICT_NONE ? "predictor" : NULL;
+  else if (shared)
+    missing = l->shared.inter ? NULL : "shared expert";
+  else if (!anything)
+    missing = l->moe ? NULL : "experts";
+  if (missing)
+    return pds_fail(PDS_ERR_ARGUMENT, "measurement: layer %u has no %s", asked->layer, missing);
+  if (what == PDS_MEASURE_LINK || what == PDS_MEASURE_LINK_BUSY)
+    PDS_RETURN_IF_ERROR(check_loads(plan, asked));
+  switch (what) {
+  case PDS_MEASURE_EXPERTS:
+  case PDS_MEASURE_GPU_EXPERTS:
+  case PDS_MEASURE_LINK_BUSY: return check_experts(plan, asked);
+  case PDS_MEASURE_LINK:
+  case PDS_MEASURE_LINK_START: return PDS_OK;
+  default: return check_rows(plan, asked);
+  }
 }
 
 pds_status pds_measure_part(pds_session *session, pds_step_ctx *ctx, const pds_measurement *asked,
                             int64_t *out_ns) {
-  PDS_RETURN_IF_ERROR(check(ctx->plan, asked));
+  PDS_RETURN_IF_ERROR(pds_measure_check(session->engine, asked));
+  if (session->engine->gpu) return pds_measure_gpu(session, ctx, asked, out_ns);
   if (asked->what == PDS_MEASURE_CONTEXT) {
-    PDS_RETURN_IF_ERROR(extend(session, ctx, asked));
+    PDS_RETURN_IF_ERROR(pds_measure_extend(session, ctx, asked));
     *out_ns = 0;
     return PDS_OK;
   }
@@ -215,8 +272,8 @@ pds_status pds_measure_part(pds_session *session, pds_step_ctx *ctx, const pds_m
   pds_status status = PDS_OK;
   ctx->rows = asked->rows;
   pds_pool_open(ctx->pool);
-  if (asked->what == PDS_MEASURE_EXPERTS) p.n_holes = bind(ctx, asked);
-  if (asked->what != PDS_MEASURE_ATTENTION) fill_normed(ctx);
+  if (asked->what == PDS_MEASURE_EXPERTS) p.n_holes = pds_measure_bind(ctx, asked);
+  if (asked->what != PDS_MEASURE_ATTENTION) pds_measure_fill_normed(ctx);
   switch (asked->what) {
   case PDS_MEASURE_EXPERTS: timed(&p, run_experts, out_ns); break;
   case PDS_MEASURE_SHARED: timed(&p, run_shared, out_ns); break;

@@ -292,10 +292,6 @@ pds_status pds_predict(pds_session *session, const pds_prediction *asked, float 
 pds_status pds_measure(pds_session *session, const pds_measurement *asked, int64_t *out_ns) {
   if (!asked || !out_ns) return pds_fail(PDS_ERR_ARGUMENT, "measurement: a null pointer");
   PDS_RETURN_IF_ERROR(enter(session));
-  if (session->engine->gpu)
-    return leave(session, pds_fail(PDS_ERR_ARGUMENT,
-                                   "measurement: it times the CPU's kernels: create the engine "
-                                   "without a GPU"));
   pds_step_ctx ctx = context_of(session);
   return leave(session, pds_measure_part(session, &ctx, asked, out_ns));
 }

@@ -359,6 +359,103 @@ static void engine(const char *settings, int32_t weights) {
   CHECK_EQ(mock_count("streams") + mock_count("events") + mock_count("modules"), 0);
 }
 
+/* --- measuring --- */
+
+enum { STRIDE = 24576, ROW = 4 * FAKE_HIDDEN, FEW = 3 };
+
+static int64_t ns_of(pds_session *session, pds_measurement asked) {
+  static const int32_t position[FAKE_ROWS] = {0, 1, 2}, seq[FAKE_ROWS] = {0};
+  int64_t ns = -1;
+  asked.layer = 1;
+  asked.position = position;
+  asked.seq = seq;
+  CHECK_OK(pds_measure(session, &asked, &ns));
+  return ns;
+}
+
+/* What is measured is what the mock was told, to the tick. */
+static void measuring(void) {
+  mock_set("reset; clock=virtual; kernel.experts.base=1000; kernel.experts.curve=1:500,8:1200; "
+           "kernel.shared.base=300; kernel.shared.curve=1:10,40:400; kernel.norm.base=7; "
+           "kernel.attention.base=900; kernel.gate.base=50; h2d=1GB/s; h2d_busy=500MB/s; "
+           "h2d_start=2000ns; d2h=1GB/s; d2h_start=100ns; host.cpu.experts.base=10ms");
+  pds_engine_options options = {.plan_dir = test_data_dir,
+                                .isa = "scalar",
+                                .threads = 2,
+                                .weights = PDS_WEIGHTS_COPY,
+                                .gpu = 1,
+                                .gpu_driver = mock_path};
+  const pds_session_options one = {.max_seqs = 1};
+  const uint32_t expert[] = {0, 2}, tokens[] = {1, 8}, load[] = {3, 0, 2}, odd[] = {4};
+  pds_engine *engine;
+  pds_session *session;
+  if (!CHECK_OK(pds_engine_create(&options, &engine))) return;
+  if (!CHECK_OK(pds_session_create(engine, &one, &session))) return;
+  pds_measurement asked = {.n = 2, .expert = expert, .tokens = tokens, .load = load};
+  for (int again = 0; again < 2; again++) {
+    asked.what = PDS_MEASURE_GPU_EXPERTS;
+    CHECK_EQ(ns_of(session, asked), 1000 + 500 + 1200);
+    asked.what = PDS_MEASURE_GPU_SHARED;
+    asked.rows = 40;
+    CHECK_EQ(ns_of(session, asked), 700);
+    asked.what = PDS_MEASURE_GPU_ATTENTION;
+    asked.rows = FEW; /* routes, and rows for the CPU's experts and for the prediction */
+    CHECK_EQ(ns_of(session, asked), 7 + 900 + 7 + 50 + 100 + FEW * (2 * 4 * FAKE_TOP_K + 2 * ROW));
+    for (asked.n_loads = 1; asked.n_loads <= 3; asked.n_loads++) {
+      asked.what = PDS_MEASURE_LINK;
+      CHECK_EQ(ns_of(session, asked), 2000 + asked.n_loads * STRIDE);
+      asked.what = PDS_MEASURE_LINK_BUSY;
+      CHECK_EQ(ns_of(session, asked), 2000 + asked.n_loads * 2 * STRIDE);
+    }
+    asked.what = PDS_MEASURE_LINK_START;
+    CHECK_EQ(ns_of(session, asked), 2000 + 4096);
+    asked.what = PDS_MEASURE_CONTEXT;
+    asked.rows = FEW;
+    if (again) CHECK_EQ(ns_of(session, asked), 0);
+  }
+  int64_t ns = 7;
+  asked.what = PDS_MEASURE_LINK;
+  CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_ARGUMENT, "layer 0 has no experts");
+  asked.layer = 1;
+  asked.n_loads = 0;
+  CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_ARGUMENT, "0 loads, expected 1 to 4");
+  asked.n_loads = 1;
+  asked.load = odd;
+  CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_ARGUMENT, "load of expert 4, expected 0");
+  asked.what = PDS_MEASURE_EXPERTS;
+  CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_ARGUMENT, "create the engine without");
+  asked.what = 11;
+  CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_ARGUMENT, "what is 11, expected 0 to 10");
+  CHECK_EQ(ns, 7);
+  pds_session_destroy(session);
+
+  /* Steps behind it are what they were: slots that were written are empty. */
+  pds_costs costs = {.io_expert = 10, .cpu_start = 5};
+  costs.cpu_expert = (pds_cost_curve){.n = 1, .tokens = {1}, .ns = {100}};
+  const pds_schedule schedule = {.costs = &costs};
+  CHECK_OK(pds_engine_set_schedule(engine, &schedule));
+  run r = {.engine = engine};
+  steps(&r);
+  CHECK(r.ok);
+
+  /* A device that fails while it is measured is a fault of the engine's. */
+  CHECK_OK(pds_session_create(engine, &one, &session));
+  mock_set("fail_copy=1");
+  asked = (pds_measurement){.what = PDS_MEASURE_LINK, .layer = 1, .n_loads = 3, .load = load};
+  CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_GPU, "ECC");
+  CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_GPU, "the GPU failed before");
+  pds_session_destroy(session);
+  pds_engine_destroy(engine);
+  CHECK_EQ(mock_count("streams") + mock_count("events") + mock_count("modules"), 0);
+
+  options.gpu = 0;
+  if (!CHECK_OK(pds_engine_create(&options, &engine))) return;
+  CHECK_OK(pds_session_create(engine, NULL, &session));
+  CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_ARGUMENT, "create the engine with one");
+  pds_session_destroy(session);
+  pds_engine_destroy(engine);
+}
+
 void case_gpu(void) {
   snprintf(mock_path, sizeof mock_path, "%s/libcuda-mock.so", test_data_dir);
   residency();
@@ -369,5 +466,6 @@ void case_gpu(void) {
   engine("reset; clock=virtual; kernel.*.base=2us; h2d=1GB/s; kernels=start", PDS_WEIGHTS_MMAP);
   engine("reset; clock=wall; kernel.*.base=2us; h2d=1GB/s", PDS_WEIGHTS_COPY);
   engine("reset; clock=wall; h2d=20GB/s", PDS_WEIGHTS_MMAP);
+  measuring();
   mock_set("reset");
 }

@@ -27,6 +27,7 @@ from pdscope.costs import KNOTS, Bar, CostTable, Curve, Fitted, Machine
 
 LIMITS = Limits(experts=128, top_k=8, max_rows=512, context=2048, shared=True, predicts=True)
 START, EXPERT, ROW, CONTEXT = 20_000, 100_000, 3_000, 500
+IDLE, LOAD = 8_000, 200_000  # of the link: before the first byte, and an expert of 409,600 bytes
 
 
 @dataclass
@@ -54,6 +55,10 @@ class Fake:
 
     def predict(self) -> int:
         return self._take(42_000)
+
+    def link(self, what: str, n: int) -> int:
+        rate = {"link": LOAD, "link_busy": 2 * LOAD, "link_start": 0}[what]
+        return self._take(IDLE + n * rate + (LOAD // 100 if what == "link_start" else 0))
 
 
 def run(
