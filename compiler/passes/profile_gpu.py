@@ -78,7 +78,8 @@ class GpuProfile:
         ring = self._ring()
         with self._provisional(table, ring) as plan:
             try:
-                engine = Engine(plan, device="gpu", predictor="off")
+                weights = "dummy" if plan.absent_weights else None
+                engine = Engine(plan, device="gpu", predictor="off", weights=weights)
             except TargetError as error:
                 if not is_driver_error(error):
                     raise
