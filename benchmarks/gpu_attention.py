@@ -49,7 +49,7 @@ class Attention(ctypes.Structure):
 class Norm(ctypes.Structure):
     _fields_ = (
         [("head", Head)]
-        + [(n, c_void_p) for n in ("x", "weight", "index", "xn", "xact")]
+        + [(n, c_void_p) for n in ("x", "weight", "index", "xn", "xact", "host_xn", "host_xact")]
         + [(n, c_uint32) for n in ("rows", "n", "stride")]
         + [("eps", c_float), ("act_dtype", c_uint8)]
     )
@@ -58,7 +58,7 @@ class Norm(ctypes.Structure):
 class Route(ctypes.Structure):
     _fields_ = (
         [("head", Head)]
-        + [(n, c_void_p) for n in ("scores", "bias", "id", "weight")]
+        + [(n, c_void_p) for n in ("scores", "bias", "id", "weight", "host_id", "host_weight")]
         + [(n, c_uint32) for n in ("rows", "stride", "experts", "top_k", "groups", "top_groups")]
         + [(n, c_uint8) for n in ("score", "group_score", "normalise", "mask_zero")]
         + [("norm_eps", c_float), ("scaling", c_float)]

@@ -247,10 +247,11 @@ static pds_status open_device(pds_gpu *gpu, const pds_gpu_options *options) {
   return PDS_OK;
 }
 
+/* Those of the files, or twins, if it is the mock and they are all for GPUs. */
 static pds_status load_kernels(pds_gpu *gpu, const char *files) {
-  gpu->twins = gpu->cuda.pds_mock_now && !(files && *files);
-  if (!gpu->twins) PDS_RETURN_IF_ERROR(pds_gpu_check_plan(gpu->plan));
-  if (!gpu->twins) return pds_gpu_load_images(gpu, files ? files : "");
+  PDS_RETURN_IF_ERROR(pds_gpu_load_images(gpu, files ? files : ""));
+  gpu->twins = !gpu->module;
+  if (!gpu->twins) return pds_gpu_check_plan(gpu->plan);
   PDS_CUDA_CALL(gpu, "loading kernels", cuModuleLoadData, &gpu->module, pds_twin_image());
   for (int k = 0; k < PDS_KERNELS; k++)
     PDS_CUDA_CALL(gpu, pds_kernel_names[k], cuModuleGetFunction, &gpu->kernels[k], gpu->module,

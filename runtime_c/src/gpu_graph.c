@@ -1,8 +1,7 @@
 /* gpu_graph.c: what a layer does up to its gate, as one static CUDA graph a layer: in steps of few rows
- * nothing of it changes from token to token but data in the device's memory. */
+ * nothing of it changes from token to token but data in the device's memory. Larger steps have work enough
+ * to hide their launches behind. */
 #include "gpu_kernels.h"
-
-enum { GRAPH_ROWS = 16 }; /* larger steps have work enough to hide their launches behind */
 
 static pds_graph *graph_of(const pds_gpu_step *step) {
   return &step->session->graphs[step->layer];
@@ -21,13 +20,11 @@ void pds_gpu_drop_graphs(pds_gpu *gpu, pds_gpu_session *session) {
 pds_status pds_gpu_graph_begin(pds_gpu_step *step) {
   pds_gpu *gpu = step->gpu;
   step->graph = PDS_GRAPH_NONE;
-  if (!gpu->real || step->tapped || step->host->rows > GRAPH_ROWS) return PDS_OK;
+  if (!gpu->real || step->tapped || step->host->rows > PDS_GPU_FEW_ROWS) return PDS_OK;
   const uint64_t key = pds_gpu_shape_key(step, step->layer);
   pds_graph *graph = graph_of(step);
   if (graph->exec && graph->key == key) {
     step->graph = PDS_GRAPH_REPLAYED;
-    if (step->host->n_routes)
-      pds_op_take_routes(step->host, step->layer); /* the graph copies them */
     PDS_CUDA_CALL(gpu, "launching a layer's graph", cuGraphLaunch, graph->exec, gpu->compute);
     return PDS_OK;
   }

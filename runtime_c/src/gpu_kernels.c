@@ -62,6 +62,7 @@ pds_status pds_gpu_load_images(pds_gpu *gpu, const char *files) {
     name += n + (name[n] == '\n');
   }
   if (gpu->module) return find_kernels(gpu);
+  if (!gpu->real) return PDS_OK;
   const uint32_t compute = gpu->cu_device.compute;
   return pds_fail(PDS_ERR_DRIVER,
                   "%s: the plan has no kernels for compute capability %u.%u that this driver takes "
@@ -306,10 +307,14 @@ static uint32_t farthest(const pds_step_ctx *host) {
 }
 
 static void describe_cut(const run *r, pds_cu_attention *p) {
-  enum { SPLIT_ROWS = 16 }; /* PARTIAL has room for so many */
+  enum { SPLIT_ROWS = 16 }; /* PARTIAL has room for so many, or for as many more parts of fewer */
+  const uint32_t most = r->plan->max_rows < SPLIT_ROWS ? r->plan->max_rows : SPLIT_ROWS;
   describe(r, p);
-  if (p->rows <= SPLIT_ROWS)
-    pds_cu_cut_context(&r->step->gpu->cu_device, p, farthest(r->step->host), r->plan->kv_split);
+  if (p->rows > most) return;
+  const uint32_t fewer = most / p->rows, least = r->plan->kv_split / fewer / PDS_KEYS * PDS_KEYS;
+  p->most_splits *= fewer;
+  pds_cu_cut_context(&r->step->gpu->cu_device, p, farthest(r->step->host),
+                     least < PDS_KEYS ? PDS_KEYS : least);
 }
 
 static pds_status run_attention(const run *r) {
@@ -380,6 +385,11 @@ static pds_status run_norm(const run *r, pds_norm_site site) {
     p.eps = site == PDS_NORM_ATTN ? r->layer->attn_norm_eps : r->layer->mlp_norm_eps;
   }
   p.weight = pds_weight(r->ctx, weight, 0);
+  if (site == PDS_NORM_MLP && r->layer->moe && pds_gpu_tells_host(r->step)) {
+    const pds_step_ctx *host = r->step->host;
+    p.host_xact = pds_buf(host, PDS_BUF_XACT);
+    if (host->predicts || host->learn) p.host_xn = pds_buf(host, PDS_BUF_XN);
+  }
   p.head = head_of(sizeof p, &p.rows);
   const pds_cu_launch l = pds_cu_shape_norm(&p);
   return launch(r, &l, &p);
@@ -409,6 +419,10 @@ static pds_status run_gate(const run *r) {
                     .mask_zero = gate->mask_zero,
                     .norm_eps = gate->norm_eps,
                     .scaling = gate->scaling};
+  if (pds_gpu_tells_host(r->step) && !r->step->host->n_routes) {
+    p.host_id = pds_buf(r->step->host, PDS_BUF_ROUTE_ID);
+    p.host_weight = pds_buf(r->step->host, PDS_BUF_ROUTE_W);
+  }
   const pds_cu_launch l = pds_cu_shape_route(&p);
   return launch(r, &l, &p);
 }

@@ -4,6 +4,8 @@
 
 #include "gpu.h"
 
+enum { PDS_GPU_FEW_ROWS = 16 };
+
 /* Launches what operator `op` takes, on the device's buffers, behind what `compute` was given. `arg`:
  * pds_norm_site of PDS_KERNEL_NORM; whether there is a shared expert, of PDS_KERNEL_COMBINE. `holes`:
  * those of PDS_KERNEL_EXPERTS. */
@@ -11,8 +13,14 @@ pds_status pds_gpu_run(pds_gpu_step *step, pds_kernel op, uint32_t layer, uint32
                        const pds_gpu_hole *holes, uint32_t n_holes);
 
 /* Loads the first of the files (pds_gpu_options.kernels) that the device takes, and finds the kernels in
- * it, with all the shared memory that a block can have. */
+ * it, with all the shared memory that a block can have. No module: there is none for the mock. */
 pds_status pds_gpu_load_images(pds_gpu *gpu, const char *files);
+
+/* Whether the kernels of a step leave on the host what recompile and the CPU's experts read: for few rows
+ * that is faster than copies of their own. */
+static inline bool pds_gpu_tells_host(const pds_gpu_step *step) {
+  return !step->gpu->twins && step->host->rows <= PDS_GPU_FEW_ROWS;
+}
 
 /* gpu_graph.c: around the launches of a MoE layer up to its gate. After begin, step->graph says whether
  * they are still to be launched. */

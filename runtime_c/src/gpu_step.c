@@ -110,22 +110,29 @@ static pds_status fetch_normed(pds_gpu_step *step) {
   return PDS_OK;
 }
 
-/* What recompile, predict and the CPU's experts read. */
+/* What recompile, predict and the CPU's experts read. Routes that are given (dummy routing) are
+ * known here. */
 static pds_status fetch_routes(pds_gpu_step *step) {
   const pds_plan *plan = step->gpu->plan;
   const uint64_t rows = step->host->rows, top_k = plan->layers[step->layer].gate.top_k;
   const uint64_t act = plan->act_dtype == PDS_BF16 ? 2 : 4;
-  if (step->host->n_routes) { /* known beforehand: the GPU is told, behind its gate */
-    pds_op_take_routes(step->host, step->layer);
-    PDS_RETURN_IF_ERROR(to_device(step, PDS_BUF_ROUTE_ID, 4 * rows * top_k));
-    PDS_RETURN_IF_ERROR(to_device(step, PDS_BUF_ROUTE_W, 4 * rows * top_k));
-  } else {
+  if (pds_gpu_tells_host(step)) return PDS_OK; /* the kernels have */
+  if (!step->host->n_routes) {
     PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_ROUTE_ID, 4 * rows * top_k));
     PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_ROUTE_W, 4 * rows * top_k));
   }
   PDS_RETURN_IF_ERROR(to_host(step, PDS_BUF_XACT, act * rows * hidden_bytes(plan)));
   if (step->host->predicts || step->host->learn) PDS_RETURN_IF_ERROR(fetch_normed(step));
   return PDS_OK;
+}
+
+/* The GPU is told of routes that are given, once nothing reads those of the layer before. */
+static pds_status send_routes(pds_gpu_step *step) {
+  const uint64_t n = (uint64_t)step->host->rows * step->gpu->plan->layers[step->layer].gate.top_k;
+  if (!step->host->n_routes) return PDS_OK;
+  pds_op_take_routes(step->host, step->layer);
+  PDS_RETURN_IF_ERROR(to_device(step, PDS_BUF_ROUTE_ID, 4 * n));
+  return to_device(step, PDS_BUF_ROUTE_W, 4 * n);
 }
 
 /* What `routed` stands behind is launched. */
@@ -148,10 +155,12 @@ static pds_status gate(pds_gpu_step *step) {
 static pds_status wait_for_routes(pds_gpu_step *step) {
   if (!step->wants_routes) return PDS_OK;
   step->wants_routes = false;
-  return pds_gpu_wait(step->gpu, step->session->routed);
+  PDS_RETURN_IF_ERROR(pds_gpu_wait(step->gpu, step->session->routed));
+  return send_routes(step);
 }
 
 pds_status pds_gpu_fetch(pds_gpu_step *step, pds_buffer buffer, uint64_t bytes) {
+  if (step->host->n_routes) PDS_RETURN_IF_ERROR(wait_for_routes(step));
   PDS_RETURN_IF_ERROR(to_host(step, buffer, bytes));
   return pds_gpu_drain(step->gpu);
 }

@@ -103,7 +103,7 @@ def route(
     want = step.rows("GATE", stride)
     want[:, :experts] = scores
     for row in range(rows):
-        step.lib.pds_route_row(step.ctx, ffi.addressof(g), 0, row)
+        step.lib.pds_route_row(step.ctx, 0, 0, row)
     return [mine[:, :experts], ids, weights], [
         want[:, :experts],
         step.rows("ROUTE_ID", top_k, np.int32),

@@ -35,7 +35,7 @@ ffi.cdef(
     + public("pds_net_desc")
     + declarations("src/net.h")
     + "size_t pds_quant_need(const pds_plan *plan);"
-    "void pds_route_row(pds_step_ctx *, const pds_gate *, uint32_t worker, uint32_t row);"
+    "void pds_route_row(pds_step_ctx *, uint32_t layer, uint32_t worker, uint32_t row);"
 )
 
 

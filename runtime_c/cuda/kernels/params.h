@@ -82,6 +82,8 @@ typedef struct pds_cu_norm {
   const uint32_t *index; /* row i reads row index[i] of x; NULL: row i */
   float *xn;
   void *xact;
+  float *host_xn; /* pinned, where the host reads the same; NULL: it does not */
+  void *host_xact;
   uint32_t rows, n, stride;
   float eps;
   uint8_t act_dtype;
@@ -119,6 +121,8 @@ typedef struct pds_cu_route {
   const float *bias; /* or NULL */
   int32_t *id;
   float *weight;
+  int32_t *host_id; /* pinned, where the host reads the same; NULL: it does not */
+  float *host_weight;
   uint32_t rows, stride, experts, top_k, groups, top_groups;
   uint8_t score, group_score, normalise, mask_zero; /* pds_gate */
   float norm_eps, scaling;

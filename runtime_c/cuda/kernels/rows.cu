@@ -39,6 +39,11 @@ PDS_KERNEL(pds_cu_norm_rows, pds_cu_norm, 256) {
     pds_store_f4(p->xn + at + i, v);
     pds_store_act2(p->xact, at + i, v.x[0], v.x[1], p->act_dtype);
     pds_store_act2(p->xact, at + i + 2, v.x[2], v.x[3], p->act_dtype);
+    if (p->host_xn) pds_store_f4(p->host_xn + at + i, v);
+    if (p->host_xact) {
+      pds_store_act2(p->host_xact, at + i, v.x[0], v.x[1], p->act_dtype);
+      pds_store_act2(p->host_xact, at + i + 2, v.x[2], v.x[3], p->act_dtype);
+    }
   }
 }
 
@@ -159,6 +164,7 @@ PDS_KERNEL(pds_cu_route_rows, pds_cu_route, 256) {
       key[e] = ROUTE_USED;
       choice[r] = scores[e]; /* no more needed as choice: the weights, in order */
       id[r] = (int32_t)e;
+      if (p->host_id) p->host_id[(uint64_t)row * p->top_k + r] = (int32_t)e;
     }
     pds_warp_sync();
   }
@@ -166,6 +172,7 @@ PDS_KERNEL(pds_cu_route_rows, pds_cu_route, 256) {
     float w = choice[r];
     if (p->normalise) w /= sum + p->norm_eps;
     weight[r] = w * p->scaling;
+    if (p->host_weight) p->host_weight[(uint64_t)row * p->top_k + r] = w * p->scaling;
   }
 }
 
