@@ -139,9 +139,9 @@ typedef struct pds_asked {
  * least to lose; of equal ones that unused for longest, then the lowest index. */
 int32_t pds_victim(const pds_asked *asked, const pds_cached *slots, uint32_t n);
 
-/* Not 0: the policy takes this slot before the other one; neither is empty or kept. Which of two slots of
- * one layer goes first does not depend on the layer that asks. */
-int32_t pds_goes_first(const pds_asked *asked, const pds_cached *slot, const pds_cached *other);
+/* What is lost with a slot is worth pds_worth of it, and pds_worth_of_layer of its layer. */
+uint64_t pds_worth(const pds_asked *asked, const pds_cached *slot);
+uint64_t pds_worth_of_layer(const pds_asked *asked, uint32_t layer);
 
 /* Not 0: what the policy loaded stays in its slot until another expert takes it; otherwise the slot is
  * empty when the layer is over. */

@@ -88,24 +88,23 @@ uint32_t pds_slots_free(const pds_residency *r, uint32_t layer) {
   return r->ring - kept;
 }
 
-/* Something happened to a slot of the layer. */
-static void changed(pds_residency *r, int32_t layer) {
-  r->coldest[layer].stamp = 0;
-}
-
 void pds_slot_keep(pds_residency *r, pds_cached *slot, uint32_t kept) {
   slot->kept = kept;
-  if (slot->layer >= 0) changed(r, slot->layer);
+  if (slot->layer >= 0) r->coldest[slot->layer].stamp = 0;
 }
 
 void pds_slot_drop(pds_residency *r, int32_t slot) {
   pds_cached *c = pds_cached_of(r, slot);
   if (!c || c->layer < 0) return;
   r->slot_of[(size_t)c->layer * r->experts + c->expert] = PDS_NO_SLOT;
-  changed(r, c->layer);
-  *c = (pds_cached){.layer = -1};
   const uint32_t index = (uint32_t)slot - r->hot;
+  pds_coldest *found = &r->coldest[c->layer];
+  if (found->n && found->at[found->n - 1].slot == (int32_t)index)
+    found->n--;
+  else if (!c->kept)
+    found->stamp = 0;
   if (index < r->full) r->full = index;
+  *c = (pds_cached){.layer = -1};
 }
 
 void pds_slot_assign(pds_residency *r, int32_t slot, uint32_t layer, uint32_t expert,
@@ -117,38 +116,54 @@ void pds_slot_assign(pds_residency *r, int32_t slot, uint32_t layer, uint32_t ex
                                          .used = now,
                                          .kept = PDS_KEPT_IN_USE};
   r->slot_of[(size_t)layer * r->experts + expert] = slot;
-  changed(r, (int32_t)layer);
 }
 
-/* Of slots with equally little to lose, the lowest one. */
-static bool goes_first(const pds_residency *r, const pds_asked *asked, int32_t a, int32_t b) {
-  const pds_cached *one = r->cached + a, *other = r->cached + b;
-  return pds_goes_first(asked, one, other) || (a < b && !pds_goes_first(asked, other, one));
+/* Of equally little worth the one unused for longest, then the lowest. */
+static bool goes_first(const pds_candidate *a, const pds_candidate *b) {
+  if (a->worth != b->worth) return a->worth < b->worth;
+  return a->age != b->age ? a->age > b->age : a->slot < b->slot;
 }
 
+/* The coldest are at the end. */
 static void look_for_coldest(pds_residency *r, const pds_asked *asked, uint32_t layer) {
-  int32_t coldest = -1;
+  pds_coldest *found = &r->coldest[layer];
+  *found = (pds_coldest){.stamp = asked->now, .all = 1};
   for (uint32_t e = 0; e < r->experts; e++) {
     const pds_cached *c = cached_at(r, layer, e);
     if (!c || c->kept) continue;
-    const int32_t slot = (int32_t)(c - r->cached);
-    if (coldest < 0 || goes_first(r, asked, slot, coldest)) coldest = slot;
+    const pds_candidate its = {.worth = pds_worth(asked, c),
+                               .slot = (int32_t)(c - r->cached),
+                               .age = asked->now - c->used};
+    uint32_t at = found->n;
+    if (at == PDS_COLDEST) {
+      found->all = 0;
+      if (!goes_first(&its, &found->at[0])) continue;
+      for (at = 0; at + 1 < found->n && goes_first(&its, &found->at[at + 1]); at++)
+        found->at[at] = found->at[at + 1];
+    } else {
+      found->n++;
+      for (; at && goes_first(&found->at[at - 1], &its); at--) found->at[at] = found->at[at - 1];
+    }
+    found->at[at] = its;
   }
-  r->coldest[layer] = (pds_coldest){.slot = coldest, .stamp = asked->now};
 }
 
 /* pds_victim of the ring. */
 static int32_t victim_of(pds_residency *r, const pds_asked *asked) {
   while (r->full < r->ring && r->cached[r->full].layer >= 0) r->full++;
   if (r->full < r->ring) return (int32_t)r->full;
-  int32_t victim = -1;
+  pds_candidate victim = {.slot = -1};
   for (uint32_t l = 0; l < r->layers; l++) {
-    if (!asked->now || r->coldest[l].stamp != asked->now) look_for_coldest(r, asked, l);
-    const int32_t slot = r->coldest[l].slot;
-    if (slot < 0) continue;
-    if (victim < 0 || goes_first(r, asked, slot, victim)) victim = slot;
+    const pds_coldest *found = &r->coldest[l];
+    if (!asked->now || found->stamp != asked->now || (!found->n && !found->all))
+      look_for_coldest(r, asked, l);
+    if (!found->n) continue;
+    pds_candidate its = found->at[found->n - 1];
+    if (victim.slot >= 0 && its.worth > victim.worth) continue;
+    its.worth += pds_worth_of_layer(asked, l);
+    if (victim.slot < 0 || goes_first(&its, &victim)) victim = its;
   }
-  return victim;
+  return victim.slot;
 }
 
 int32_t pds_slot_take(pds_residency *r, const pds_asked *asked, uint32_t expert,

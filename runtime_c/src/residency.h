@@ -14,11 +14,22 @@
 
 enum { PDS_KEPT_IN_USE = 1, PDS_KEPT_AHEAD = 2 }; /* pds_cached.kept */
 
-/* Of a layer's slots in the ring, the one that goes first: as it was found in a step, if nothing happened
- * to them since. So a slot is taken without a look at all others. */
+enum { PDS_COLDEST = 4 };
+
+/* A slot of the ring, and what is lost with it. */
+typedef struct pds_candidate {
+  uint64_t worth; /* pds_worth */
+  int32_t slot;
+  uint32_t age; /* steps since it was used */
+} pds_candidate;
+
+/* Of a layer's slots in the ring that may be taken, those that go first, the last of them last: as they
+ * were found in a step. So a slot is taken without a look at all others. */
 typedef struct pds_coldest {
-  int32_t slot;   /* of the ring; -1: none may be taken */
-  uint32_t stamp; /* the step; not 0 */
+  pds_candidate at[PDS_COLDEST];
+  uint32_t n;
+  uint32_t stamp; /* the step; 0: something happened since */
+  uint32_t all;   /* not 0: the layer has no others */
 } pds_coldest;
 
 typedef struct pds_residency {
