@@ -344,10 +344,15 @@ static pds_status bind_residents(placing *p, const pds_transfer *recalled) {
   pds_gpu_step *step = p->step;
   const pds_due *res = p->policy->res;
   bool arrived[PDS_MAX_EXPERTS];
+  uint64_t ahead[PDS_MAX_EXPERTS / 64] = {0};
+  for (uint32_t j = 0; j < p->policy->ahead; j++) {
+    const uint32_t e = p->policy->ahead_expert[j];
+    ahead[e / 64] |= (uint64_t)1 << e % 64;
+  }
   for (uint32_t i = 0; i < p->n_res; i++) {
     const uint32_t e = res[i].expert;
-    arrived[i] = false;
-    if (!p->recalled[e])
+    arrived[i] = !(ahead[e / 64] >> e % 64 & 1); /* the others' copies ended with an earlier step */
+    if (!arrived[i] && !p->recalled[e])
       PDS_RETURN_IF_ERROR(
           pds_link_arrived(p->gpu, pds_slot_of(p->residency, p->layer, e), &arrived[i]));
     if (arrived[i]) bind(p, e, pds_slot_of(p->residency, p->layer, e));
