@@ -47,6 +47,7 @@ typedef struct placing {
   pds_residency *residency;
   const pds_program *program;
   uint32_t layer, n_cur, n_res, n_late, n_next;
+  uint32_t free;                     /* slots that may be taken when the decision is made */
   int64_t backlog;                   /* until the last of the late ones has arrived */
   int64_t next_gpu;                  /* of predicted experts that are there */
   uint16_t hole_of[PDS_MAX_EXPERTS]; /* of activated experts: index into the host's holes */
@@ -272,6 +273,7 @@ static void decide(placing *p, pds_decision *out) {
   pds_gpu_policy *policy = p->policy;
   const pds_costs *costs = &policy->costs;
   const uint32_t rows = p->step->host->rows;
+  p->free = pds_slots_free(p->residency, p->layer);
   const bool shared = p->program->shared != 0;
   const bool next_shared =
       p->layer + 1 < p->residency->layers && p->gpu->plan->layers[p->layer + 1].shared.inter;
@@ -290,7 +292,7 @@ static void decide(placing *p, pds_decision *out) {
       .hit_q16 = p->layer + 1 < p->residency->layers
                      ? policy->hit_q16[3 * (p->layer + 1) + p->program->phase]
                      : 0,
-      .free_slots = pds_slots_free(p->residency, p->layer),
+      .free_slots = p->free,
       .stream = 1,
       .attention = attention_ns(p),
       .backlog = p->backlog,
@@ -388,9 +390,8 @@ static pds_asked asks(const placing *p, uint32_t layer) {
 static uint32_t bind_loads(placing *p, const pds_decision *d) {
   pds_gpu_policy *policy = p->policy;
   pds_ledger *ledger = &policy->ledger[p->layer];
-  const uint32_t free = pds_slots_free(p->residency, p->layer);
   const pds_asked asked = asks(p, p->layer);
-  const uint32_t room = free > d->n_pre ? free - d->n_pre : free ? 1 : 0;
+  const uint32_t room = p->free > d->n_pre ? p->free - d->n_pre : p->free ? 1 : 0;
   int32_t taken[PDS_MAX_EXPERTS];
   uint32_t n = 0;
   for (uint32_t i = 0; i < d->n_on; i++) {

@@ -88,9 +88,21 @@ uint32_t pds_slots_free(const pds_residency *r, uint32_t layer) {
   return r->ring - kept;
 }
 
+static void not_a_candidate(pds_residency *r, const pds_cached *slot) {
+  pds_coldest *found = &r->coldest[slot->layer];
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < found->n; i++)
+    if (found->at[i].slot != (int32_t)(slot - r->cached)) found->at[n++] = found->at[i];
+  found->n = n;
+}
+
 void pds_slot_keep(pds_residency *r, pds_cached *slot, uint32_t kept) {
   slot->kept = kept;
-  if (slot->layer >= 0) r->coldest[slot->layer].stamp = 0;
+  if (slot->layer < 0) return;
+  if (kept)
+    not_a_candidate(r, slot);
+  else
+    r->coldest[slot->layer].stamp = 0; /* it may be colder than those that were found */
 }
 
 void pds_slot_drop(pds_residency *r, int32_t slot) {
@@ -98,18 +110,16 @@ void pds_slot_drop(pds_residency *r, int32_t slot) {
   if (!c || c->layer < 0) return;
   r->slot_of[(size_t)c->layer * r->experts + c->expert] = PDS_NO_SLOT;
   const uint32_t index = (uint32_t)slot - r->hot;
-  pds_coldest *found = &r->coldest[c->layer];
-  if (found->n && found->at[found->n - 1].slot == (int32_t)index)
-    found->n--;
-  else if (!c->kept)
-    found->stamp = 0;
+  not_a_candidate(r, c);
   if (index < r->full) r->full = index;
   *c = (pds_cached){.layer = -1};
 }
 
 void pds_slot_assign(pds_residency *r, int32_t slot, uint32_t layer, uint32_t expert,
                      uint32_t popularity, uint32_t now) {
+  const uint32_t full = r->full;
   pds_slot_drop(r, slot);
+  r->full = full; /* it stays so */
   *pds_cached_of(r, slot) = (pds_cached){.layer = (int32_t)layer,
                                          .expert = expert,
                                          .popularity = popularity,
