@@ -18,6 +18,7 @@ import pdscope
 from pdscope.compiler.decision import ONE_Q16, Cached, Policy
 from pdscope.compiler.policies import score, victim
 from pdscope.documents import read_documents
+from pdscope.ir.isa import Phase
 from pdscope.routing_records import RoutingReader
 from pdscope.tokens import Tokenizer
 
@@ -69,7 +70,7 @@ def hits(
                     i = where[which]
                     slots[i] = replace(slots[i], used=now, score=new, kept=True)
             for which in ((layer, expert) for expert in due if (layer, expert) not in where):
-                i = victim(policy, slots, layer, layers, now)
+                i = victim(policy, Phase.DECODE, slots, layer, layers, now)
                 if i is None:
                     continue
                 del where[slots[i].layer, slots[i].expert]

@@ -56,9 +56,11 @@ class Situation:
 
 @dataclass(frozen=True)
 class Placement:
-    """What hot_experts.json says: residents and shares of tokens, by layer with experts."""
+    """What hot_experts.json says: residents, what the ring begins with, and shares of tokens, by
+    layer with experts."""
 
     resident: Mapping[int, frozenset[int]]
+    first: Mapping[int, frozenset[int]]
     shares: Mapping[int, Sequence[int]]  # in 1/65536
 
     @classmethod
@@ -71,7 +73,15 @@ class Placement:
         popularity = popularity_of(plan)
         record = json.loads(plan.read_text("hot_experts.json"))
         resident = {x["layer"]: frozenset(x["resident"]) for x in record["layers"]}
-        return cls(resident, {layer: popularity[layer].tolist() for layer in resident})
+        first = {x["layer"]: frozenset(x["first"]) for x in record["layers"]}
+        return cls(resident, first, {layer: popularity[layer].tolist() for layer in resident})
+
+    def there(self, layer: int, begins: bool) -> frozenset[int]:
+        """`begins`: with what the ring begins with."""
+        nobody: frozenset[int] = frozenset()
+        return self.resident.get(layer, nobody) | (
+            self.first.get(layer, nobody) if begins else nobody
+        )
 
 
 def read_situation(file: Path, phase: Phase, experts: int) -> Situation:
@@ -129,8 +139,9 @@ def _counts(file: Path, name: str, value: object, experts: int, rows: int) -> di
 def assume(
     placement: Placement, layer: int, phase: Phase, top_k: int, free_slots: int
 ) -> Situation:
-    """What a step is like in the mean: in decode the experts in the middle of each of top_k equal
-    parts of all, by popularity; of more rows, each expert's share of them, rounded."""
+    """What a step is like in the mean, with the ring as it begins: in decode the experts in the
+    middle of each of top_k equal parts of all, by popularity; of more rows, each expert's share of
+    them, rounded."""
 
     def of(layer: int) -> dict[int, int]:
         shares = placement.shares.get(layer, ())
@@ -235,10 +246,10 @@ def inputs(
 ) -> Inputs:
     """What the runtime would ask with (placement.c), on a link with nothing to do."""
     costs = decision_costs(plan)
-    there = placement.resident[layer] | now.on_gpu
+    there = placement.there(layer, now.assumed) | now.on_gpu
     shares = placement.shares[layer]
     dues = [Due(e, n, shares[e]) for e, n in now.experts.items()]
-    next_there = placement.resident.get(layer + 1, frozenset())
+    next_there = placement.there(layer + 1, now.assumed)
     predicted = [Due(e, n, 1 << 16) for e, n in now.predicted.items()]
     follows = layer + 1 in placement.resident
     hits = hit_rates(plan)

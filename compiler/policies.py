@@ -2,7 +2,7 @@
 Python. docs/policies.md says where each comes from and what was not taken over.
 
 Slots bound every policy alike; what a policy would load and cannot runs on the CPU.
-May import pdscope.compiler.decision.
+May import pdscope.ir.isa and pdscope.compiler.decision.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,13 @@ from pdscope.compiler.decision import (
     t_c,
     t_g,
 )
+from pdscope.ir.isa import Phase
 
 _U32 = 1 << 32
 IMPORTANT = (6, 10)  # apex: the experts that hold the first 6/10 of the routing weight
 WINDOW = 256  # apex: steps after which an expert counts as long unused
+SOON = ONE_Q16 >> 3  # adaptsched: what the very next layer's experts are worth more than the last's
+TO_COME = 1 << 32  # adaptsched in prefill: more than any worth
 
 
 def static(given: Inputs) -> Decision:
@@ -161,9 +164,10 @@ def score(policy: Policy, old: int, weight: int, age: int) -> int:
 
 
 def victim(
-    policy: Policy, slots: Sequence[Cached], layer: int, n_layers: int, now: int
+    policy: Policy, phase: Phase, slots: Sequence[Cached], layer: int, n_layers: int, now: int
 ) -> int | None:
-    """The slot that the policy takes next; None if all are kept. `layer` asks, in step `now`.
+    """The slot that the policy takes next; None if all are kept. `layer` asks, in step `now`, which
+    is of this phase.
 
     Empty slots first, then those with the least to lose; of equal ones the lowest index.
     """
@@ -175,22 +179,28 @@ def victim(
         if slot.kept:
             continue
         age = (now - slot.used) % _U32
-        worth = (_worth(policy, slot, layer, n_layers, age), -age)
+        worth = (_worth(policy, phase, slot, layer, n_layers, age), -age)
         if best is None or worth < best:
             best, chosen = worth, i
     return chosen
 
 
-def _worth(policy: Policy, slot: Cached, layer: int, n_layers: int, age: int) -> int:
+def _worth(policy: Policy, phase: Phase, slot: Cached, layer: int, n_layers: int, age: int) -> int:
+    """What of it depends on the layer that asks is the same for all slots of a layer."""
+    ahead = (slot.layer - layer) % n_layers
+    often = min(slot.popularity, ONE_Q16)
     match policy:
-        case Policy.ADAPTSCHED | Policy.HYBRIMOE:
+        case Policy.ADAPTSCHED:  # of late and as a rule; in prefill nearly all of a layer is needed
+            recent = left_of(policy, slot.score, age)
+            soon = (n_layers - ahead) * SOON // n_layers
+            to_come = TO_COME if phase is Phase.PREFILL and slot.layer > layer else 0
+            return recent + often + soon + to_come
+        case Policy.HYBRIMOE:
             return left_of(policy, slot.score, age)
         case Policy.FATE:  # shallow layers are predicted worst, and keep their experts longest
             return n_layers - slot.layer
         case Policy.APEX:  # recently used, often used, soon used: each in 1/65536
             recent = (WINDOW - min(age, WINDOW)) * (65536 // WINDOW)
-            often = min(slot.popularity, 65536)
-            ahead = (slot.layer - layer) % n_layers
             return recent + often + (n_layers - ahead) * 65536 // n_layers
         case _:  # least recently used
             return 0

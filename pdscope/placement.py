@@ -119,7 +119,7 @@ def set_schedule(handle: EngineHandle, plan: Plan, policy: str | None) -> str:
         raise InputError(f"policy is {name!r}, expected one of {', '.join(known)}")
     costs = c.new("pds_costs *")
     _fill(costs, decision_costs(plan))
-    popularity = popularity_of(plan)
+    popularity, first = popularity_of(plan), _first_flags(plan)
     hits, sure = hit_rates(plan), draft_thresholds(plan)
     text = c.new("char[]", name.encode())
     schedule = c.new(
@@ -130,6 +130,7 @@ def set_schedule(handle: EngineHandle, plan: Plan, policy: str | None) -> str:
             "popularity": c.cast("uint32_t *", popularity.ctypes.data),
             "hit_q16": c.cast("uint32_t *", hits.ctypes.data),
             "sure_q16": c.cast("uint32_t *", sure.ctypes.data),
+            "first": c.cast("uint8_t *", first.ctypes.data),
         },
     )
     lib.check(lib.lib.pds_engine_set_schedule(handle.pointer, schedule))
@@ -170,17 +171,49 @@ def _fill(out: Any, costs: Costs) -> None:
 
 def popularity_of(plan: Plan) -> Any:
     """uint32 [layers, experts]: share of tokens that activate each expert, in 1/65536."""
-    out = np.zeros((plan.model["layers"], max(1, plan.model["experts"])), np.uint32)
+    out = _by_expert(plan, np.uint32)
+
+    def fill(layer: Any) -> None:
+        shares = np.asarray(layer["popularity"], np.float64)
+        if not ((shares >= 0) & (shares <= 1)).all():
+            raise ValueError(f"layer {layer['layer']}: popularity: expected shares of 0 to 1")
+        out[layer["layer"], : len(shares)] = np.round(shares * Q16)
+
+    _of_hot_experts(plan, fill)
+    return out
+
+
+def first_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """By layer, ascending: the experts that the ring begins with."""
+    flags = _first_flags(plan)
+    return tuple(tuple(np.flatnonzero(layer).tolist()) for layer in flags)
+
+
+def _first_flags(plan: Plan) -> Any:
+    """uint8 [layers, experts]"""
+    out = _by_expert(plan, np.uint8)
+
+    def fill(layer: Any) -> None:
+        experts = [int(e) for e in layer["first"]]
+        if experts and not 0 <= min(experts) <= max(experts) < out.shape[1]:
+            raise ValueError(f"layer {layer['layer']}: first: expected experts of the layer")
+        out[layer["layer"], experts] = 1
+
+    _of_hot_experts(plan, fill)
+    return out
+
+
+def _by_expert(plan: Plan, dtype: Any) -> Any:
+    return np.zeros((plan.model["layers"], max(1, plan.model["experts"])), dtype)
+
+
+def _of_hot_experts(plan: Plan, fill: Callable[[Any], None]) -> None:
+    """`fill` with each layer of hot_experts.json. Raises PlanError for what it does not expect."""
     try:
-        record = json.loads(plan.read_text(HOT))
-        for layer in record["layers"]:
-            shares = np.asarray(layer["popularity"], np.float64)
-            if not ((shares >= 0) & (shares <= 1)).all():
-                raise ValueError(f"layer {layer['layer']}: popularity: expected shares of 0 to 1")
-            out[layer["layer"], : len(shares)] = np.round(shares * Q16)
+        for layer in json.loads(plan.read_text(HOT))["layers"]:
+            fill(layer)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise PlanError(f"{plan.path / HOT}: {error!r}: recompile the model") from None
-    return out
 
 
 def hit_rates(plan: Plan) -> Any:

@@ -1,5 +1,6 @@
-"""Which experts stay on the GPU: those that save most time, by the traces of a calibration; and the
-programs that follow. Writes hot_experts.json, programs/gpu/ and program.gpu.bin.
+"""Which experts stay on the GPU, and which are there first: those that save most time, by the
+traces of a calibration; and the programs that follow. Writes hot_experts.json, programs/gpu/ and
+program.gpu.bin.
 
 May import numpy, pdscope.{costs,ir} and
 pdscope.compiler.{lowered,passmanager,phaseper.traces,passes.gpu_programs,passes.plan_gpu}.
@@ -85,9 +86,10 @@ def traced(model: LoweredModel, store: TraceStore) -> Routing:
 
 
 def choose(
-    routing: Routing, costs: Costs, slots: int, rows: int, top_k: int
-) -> tuple[tuple[int, ...], ...]:
-    """The experts of each layer, ascending, that `slots` slots are best given to.
+    routing: Routing, costs: Costs, slots: tuple[int, int], rows: int, top_k: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The experts of each layer, ascending, that so many slots are best given to: those that stay,
+    and of the others those that the ring begins with.
 
     Greedy: the next one is the expert that saves most, of a prefill of `rows` tokens and DECODED
     decoded ones. In prefill link and CPU share the experts that are not there, so that one less
@@ -101,11 +103,17 @@ def choose(
         for i, layer in enumerate(routing.layers)
         if layer is not None
     }
-    chosen: list[list[int]] = [[] for _ in routing.layers]
-    for _ in range(min(slots, sum(len(layer.saves) for layer in found.values()))):
-        best = max(found, key=lambda i: (found[i].best, -len(chosen[i]), -i))
-        chosen[best].append(found[best].take())
-    return tuple(tuple(sorted(c)) for c in chosen)
+    have = [0] * len(routing.layers)
+    order: list[tuple[int, int]] = []
+    for _ in range(min(sum(slots), sum(len(layer.saves) for layer in found.values()))):
+        best = max(found, key=lambda i: (found[i].best, -have[i], -i))
+        have[best] += 1
+        order.append((best, found[best].take()))
+    stay, first = (
+        tuple(tuple(sorted(e for at, e in part if at == i)) for i in range(len(have)))
+        for part in (order[: slots[0]], order[slots[0] :])
+    )
+    return stay, first
 
 
 def _decode_times(costs: Costs, top_k: int) -> Floats:
@@ -197,7 +205,8 @@ class PlaceExperts:
     def run(self, workspace: Workspace) -> Mapping[str, str | None]:
         routing = self.routing()
         top_k = max((x.gate.attrs.top_k for x in self.model.layers if x.gate), default=0)
-        resident = choose(routing, self.costs(), self.memory.resident, self.max_rows, top_k)
+        room = self.memory.resident, self.memory.ring
+        resident, first = choose(routing, self.costs(), room, self.max_rows, top_k)
         slots = ExpertSlots(resident, self.memory.ring)
         programs = gpu_programs(self.model, slots, self.max_rows)
         written = [
@@ -211,6 +220,7 @@ class PlaceExperts:
                 {
                     "layer": i,
                     "resident": list(resident[i]),
+                    "first": list(first[i]),
                     "popularity": [round(float(s), 6) for s in layer.share],
                 }
                 for i, layer in enumerate(routing.layers)

@@ -131,12 +131,15 @@ class PlanGpu:
         return GpuMemory(**{**vars(plan), "ring": ring, "resident": slots - ring})
 
     def _ring(self, slots: int, experts: int, top_k: int) -> int:
-        """Slots that are not given to fixed experts. Two, to load into one while the other is
+        """Slots that are not given to fixed experts. The default's are three quarters, a cache that
+        follows the text. Others that come and go have two, to load into one while the other is
         read, and as many prefetches as a token has experts; but no more than half."""
         if slots < 2 or slots == experts or self.policy in FIXED:
             return 0
         if self.policy in CACHES:
             return slots
+        if self.policy == Policy.ADAPTSCHED.value:
+            return slots - slots // 4
         return max(2, min(2 + top_k, slots // 2))
 
     @staticmethod

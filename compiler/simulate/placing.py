@@ -110,6 +110,16 @@ class Placement:
         self.free_at = self.elapsed = 0
         self.ahead: list[int] = []  # experts prefetched for the next layer, in order
         self.draft: set[int] = set()  # experts that the next layer is expected to activate
+        if policy.keeps:
+            self._fill()
+
+    def _fill(self) -> None:
+        """The ring begins with the experts that are to be there first, as far as it has slots."""
+        first = [(layer, e) for layer, some in enumerate(self.subject.first) for e in some]
+        for slot, (layer, e) in enumerate(first[: self.ring.size]):
+            self.ring.assign(slot, layer, e, self.popularity_of(layer, e), self.now)
+            self.ring.kept[slot] = 0
+            self.label(slot, layer, e)
 
     @property
     def predicts(self) -> bool:
@@ -421,7 +431,7 @@ class _Recompile:
             popularity = p.popularity_of(self.layer, e)
             slot = None
             if len(taken) < room:
-                slot = ring.take(self.layer, e, popularity, IN_USE, p.now)
+                slot = ring.take(self.phase, self.layer, e, popularity, IN_USE, p.now)
             if slot is not None:
                 taken.append(slot)
             elif taken:
@@ -442,7 +452,7 @@ class _Recompile:
         p, target = self.p, self.layer + 1
         for load in made.pre[:room]:
             popularity = p.popularity_of(target, load.expert)
-            slot = p.ring.take(target, load.expert, popularity, AHEAD, p.now)
+            slot = p.ring.take(self.phase, target, load.expert, popularity, AHEAD, p.now)
             if slot is None:
                 return
             p.label(slot, target, load.expert)

@@ -37,15 +37,15 @@ from pdscope.ir.encode import decode
 from pdscope.ir.graph_text import parse_graph
 from pdscope.ir.isa import PHASE_ROWS, Kind, Phase, SlotKind
 from pdscope.ir.program import Program
-from pdscope.placement import Q16, draft_thresholds, hit_rates, popularity_of
+from pdscope.placement import Q16, draft_thresholds, first_of, hit_rates, popularity_of
 from pdscope.plan import PHASES, Plan
 from pdscope.routing_trace import RoutingTrace
 
 
 @dataclass(frozen=True)
 class Subject:
-    """popularity [layers, experts], hits and sure [layers, phases]: as decisions read them
-    (pds_schedule of pdscope.h)."""
+    """first: experts that the ring begins with, by layer; popularity [layers, experts], hits and
+    sure [layers, phases]: as decisions read them (pds_schedule of pdscope.h)."""
 
     name: str
     model: LoweredModel
@@ -53,6 +53,7 @@ class Subject:
     gpu: GpuMemory
     policy: str
     programs: tuple[Program, ...]
+    first: tuple[tuple[int, ...], ...]
     popularity: NDArray[np.uint32]
     hits: NDArray[np.uint32]
     sure: NDArray[np.uint32]
@@ -79,6 +80,7 @@ class Subject:
             PlanGpu(said["mem"], said["reserve"], said["policy"]).run(model, memory),
             said["policy"],
             tuple(decode(plan.read_bytes(PROGRAMS))),
+            first_of(plan),
             popularity_of(plan),
             hit_rates(plan),
             draft_thresholds(plan),
@@ -105,7 +107,7 @@ class Subject:
         layers = len(model.layers)
         return cls(
             path.resolve().parent.name if path.is_file() else path.resolve().name,
-            *(model, memory, gpu, policy, ()),
+            *(model, memory, gpu, policy, (), ((),) * layers),
             np.zeros((layers, experts), np.uint32),
             np.full((layers, len(PHASES)), Q16 // 2, np.uint32),
             np.zeros((layers, len(PHASES)), np.uint32),
@@ -130,14 +132,19 @@ class Subject:
         gpu = PlanGpu(self.gpu.cap, self.gpu.reserve, policy).run(self.model, self.memory)
         top_k = max((x.gate.attrs.top_k for x in self.model.layers if x.gate), default=0)
         rows = self.memory.max_rows
-        resident = choose(routing, costs, gpu.resident, rows, top_k)
+        resident, first = choose(routing, costs, (gpu.resident, gpu.ring), rows, top_k)
         programs = gpu_programs(self.model, ExpertSlots(resident, gpu.ring), rows)
         popularity = np.zeros_like(self.popularity)
         for i, layer in enumerate(routing.layers):
             if layer is not None:
                 popularity[i, : len(layer.share)] = np.round(layer.share * Q16)
         return replace(
-            self, gpu=gpu, policy=policy, programs=tuple(programs), popularity=popularity
+            self,
+            gpu=gpu,
+            policy=policy,
+            programs=tuple(programs),
+            first=first,
+            popularity=popularity,
         )
 
     def with_hits(self, accuracy: float) -> "Subject":

@@ -227,6 +227,8 @@ typedef struct pds_schedule {
                                * prefill, in 1/65536; NULL: not known */
   const uint32_t *sure_q16;   /* [layers, 3]: how sure its predictor must be of an expert for a draft to name it;
                                * NULL: drafts name all that are predicted */
+  const uint8_t *first;       /* [layers, experts]: not 0: where slots of the ring are empty, and the policy keeps a
+                               * cache, it begins with this expert; NULL: with none */
 } pds_schedule;
 
 typedef struct pds_session_options {

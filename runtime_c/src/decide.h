@@ -130,10 +130,18 @@ typedef struct pds_cached {
   uint32_t kept;       /* not 0: may not be taken now (in use, on its way, or prefetched and not yet asked for) */
 } pds_cached;
 
-/* The slot that the policy takes next, or -1 if all are kept. `layer` asks, in step `now`; n_layers: of
- * the model. Empty slots go first, then those with the least to lose; ties: the lowest index. */
-int32_t pds_victim(uint32_t policy, const pds_cached *slots, uint32_t n, int32_t layer, uint32_t n_layers,
-                   uint32_t now);
+/* Who asks for a slot: `layer` of n_layers, in step `now`, which is of this phase. */
+typedef struct pds_asked {
+  uint32_t policy, phase, layer, n_layers, now;
+} pds_asked;
+
+/* The slot that the policy takes next, or -1 if all are kept. Empty slots go first, then those with the
+ * least to lose; of equal ones that unused for longest, then the lowest index. */
+int32_t pds_victim(const pds_asked *asked, const pds_cached *slots, uint32_t n);
+
+/* What is lost with a slot is worth pds_worth of it, and pds_worth_of_layer of its layer. */
+uint64_t pds_worth(const pds_asked *asked, const pds_cached *slot);
+uint64_t pds_worth_of_layer(const pds_asked *asked, uint32_t layer);
 
 /* Not 0: what the policy loaded stays in its slot until another expert takes it; otherwise the slot is
  * empty when the layer is over. */

@@ -299,6 +299,8 @@ pds_status pds_gpu_fetch(pds_gpu_step *step, pds_buffer buffer, uint64_t bytes);
 bool pds_gpu_prediction_pays(const pds_gpu_step *step, uint32_t layer, uint32_t phase);
 /* recompile: from the host's routes and predictions to holes, transfers and residency. */
 pds_status pds_gpu_recompile(pds_gpu_step *step, const pds_program *program, const pds_instr *in);
+/* Copies experts that are to be there first (pds_schedule.first) to slots of the ring that are empty. */
+pds_status pds_gpu_fill_ring(pds_gpu *gpu, const uint8_t *first);
 /* unload: what the policy gives up behind the layer. */
 uint32_t pds_gpu_unload(pds_gpu_step *step);
 

@@ -47,6 +47,7 @@ typedef struct placing {
   pds_residency *residency;
   const pds_program *program;
   uint32_t layer, n_cur, n_res, n_late, n_next;
+  uint32_t free;                     /* slots that may be taken when the decision is made */
   int64_t backlog;                   /* until the last of the late ones has arrived */
   int64_t next_gpu;                  /* of predicted experts that are there */
   uint16_t hole_of[PDS_MAX_EXPERTS]; /* of activated experts: index into the host's holes */
@@ -114,9 +115,10 @@ static void settle_prefetches(placing *p, const uint8_t *activated, const pds_tr
     const int32_t slot = pds_slot_of(p->residency, p->layer, e);
     if (slot != PDS_NO_SLOT && sent < bytes) pds_slot_drop(p->residency, slot);
   }
-  for (uint32_t i = 0; i < p->residency->ring; i++) { /* predicted ones may go now */
-    pds_cached *c = &p->residency->cached[i];
-    if (c->layer == (int32_t)p->layer && !activated[c->expert]) c->kept = 0;
+  for (uint32_t e = 0; e < p->residency->experts; e++) { /* predicted ones may go now */
+    const int32_t slot = pds_slot_of(p->residency, p->layer, e);
+    pds_cached *c = slot == PDS_NO_SLOT ? NULL : pds_cached_of(p->residency, slot);
+    if (c && c->kept && !activated[e]) pds_slot_keep(p->residency, c, 0);
   }
   if (!policy->ahead) return;
   uint32_t *hit = &policy->hit_q16[3 * p->layer + p->program->phase];
@@ -193,7 +195,7 @@ static void list_activated(placing *p) {
     if (cached) {
       for (uint32_t j = 0; j < policy->ahead && !is_late; j++)
         is_late = policy->ahead_expert[j] == hole->expert && arrival(policy, j) > 0;
-      cached->kept = PDS_KEPT_IN_USE;
+      pds_slot_keep(p->residency, cached, PDS_KEPT_IN_USE);
       cached->used = policy->now;
       cached->popularity = due.popularity;
       cached->score = score;
@@ -244,7 +246,7 @@ static void list_predicted(placing *p, uint32_t capacity) {
     const int32_t slot = pds_slot_of(p->residency, target, e);
     if (slot != PDS_NO_SLOT) {
       pds_cached *cached = pds_cached_of(p->residency, slot);
-      if (cached && !cached->kept) cached->kept = PDS_KEPT_AHEAD;
+      if (cached && !cached->kept) pds_slot_keep(p->residency, cached, PDS_KEPT_AHEAD);
       p->next_gpu += pds_cost_at(&p->policy->costs.gpu_expert, (uint32_t)tokens);
       continue;
     }
@@ -271,6 +273,7 @@ static void decide(placing *p, pds_decision *out) {
   pds_gpu_policy *policy = p->policy;
   const pds_costs *costs = &policy->costs;
   const uint32_t rows = p->step->host->rows;
+  p->free = pds_slots_free(p->residency, p->layer);
   const bool shared = p->program->shared != 0;
   const bool next_shared =
       p->layer + 1 < p->residency->layers && p->gpu->plan->layers[p->layer + 1].shared.inter;
@@ -289,7 +292,7 @@ static void decide(placing *p, pds_decision *out) {
       .hit_q16 = p->layer + 1 < p->residency->layers
                      ? policy->hit_q16[3 * (p->layer + 1) + p->program->phase]
                      : 0,
-      .free_slots = pds_slots_free(p->residency),
+      .free_slots = p->free,
       .stream = 1,
       .attention = attention_ns(p),
       .backlog = p->backlog,
@@ -343,10 +346,15 @@ static pds_status bind_residents(placing *p, const pds_transfer *recalled) {
   pds_gpu_step *step = p->step;
   const pds_due *res = p->policy->res;
   bool arrived[PDS_MAX_EXPERTS];
+  uint64_t ahead[PDS_MAX_EXPERTS / 64] = {0};
+  for (uint32_t j = 0; j < p->policy->ahead; j++) {
+    const uint32_t e = p->policy->ahead_expert[j];
+    ahead[e / 64] |= (uint64_t)1 << e % 64;
+  }
   for (uint32_t i = 0; i < p->n_res; i++) {
     const uint32_t e = res[i].expert;
-    arrived[i] = false;
-    if (!p->recalled[e])
+    arrived[i] = !(ahead[e / 64] >> e % 64 & 1); /* the others' copies ended with an earlier step */
+    if (!arrived[i] && !p->recalled[e])
       PDS_RETURN_IF_ERROR(
           pds_link_arrived(p->gpu, pds_slot_of(p->residency, p->layer, e), &arrived[i]));
     if (arrived[i]) bind(p, e, pds_slot_of(p->residency, p->layer, e));
@@ -368,21 +376,28 @@ static pds_status bind_residents(placing *p, const pds_transfer *recalled) {
   return PDS_OK;
 }
 
+/* A layer that asks for slots. */
+static pds_asked asks(const placing *p, uint32_t layer) {
+  return (pds_asked){.policy = p->policy->policy,
+                     .phase = p->program->phase,
+                     .layer = layer,
+                     .n_layers = p->residency->layers,
+                     .now = p->policy->now};
+}
+
 /* ?l: slots that may be taken, but those that prefetches are to have; behind them the slots of the
  * first ones again. Returns how many found a place: the others stay on the CPU. */
 static uint32_t bind_loads(placing *p, const pds_decision *d) {
   pds_gpu_policy *policy = p->policy;
   pds_ledger *ledger = &policy->ledger[p->layer];
-  const uint32_t free = pds_slots_free(p->residency);
-  const uint32_t room = free > d->n_pre ? free - d->n_pre : free ? 1 : 0;
+  const pds_asked asked = asks(p, p->layer);
+  const uint32_t room = p->free > d->n_pre ? p->free - d->n_pre : p->free ? 1 : 0;
   int32_t taken[PDS_MAX_EXPERTS];
   uint32_t n = 0;
   for (uint32_t i = 0; i < d->n_on; i++) {
     const uint32_t e = d->on[i].expert, popularity = popularity_of(p, p->layer, e);
     int32_t slot = PDS_NO_SLOT;
-    if (n < room)
-      slot = pds_slot_take(p->residency, policy->policy, p->layer, e, popularity, PDS_KEPT_IN_USE,
-                           policy->now);
+    if (n < room) slot = pds_slot_take(p->residency, &asked, e, popularity, PDS_KEPT_IN_USE);
     if (slot != PDS_NO_SLOT)
       taken[n++] = slot;
     else if (n)
@@ -401,11 +416,11 @@ static uint32_t bind_loads(placing *p, const pds_decision *d) {
 
 static void bind_prefetches(placing *p, const pds_decision *d, uint32_t capacity) {
   pds_gpu_policy *policy = p->policy;
+  const pds_asked asked = asks(p, p->layer + 1);
   for (uint32_t i = 0; i < d->n_pre && i < capacity; i++) {
     const uint32_t e = d->pre[i].expert;
     const int32_t slot =
-        pds_slot_take(p->residency, policy->policy, p->layer + 1, e,
-                      popularity_of(p, p->layer + 1, e), PDS_KEPT_AHEAD, policy->now);
+        pds_slot_take(p->residency, &asked, e, popularity_of(p, p->layer + 1, e), PDS_KEPT_AHEAD);
     if (slot == PDS_NO_SLOT) return;
     label(p, slot, p->layer + 1, e);
     const pds_transfer t = {.layer = p->layer + 1, .expert = e, .slot = slot};
@@ -481,13 +496,45 @@ uint32_t pds_gpu_unload(pds_gpu_step *step) {
   pds_residency *r = &step->gpu->residency;
   const bool keep = pds_policy_keeps(step->gpu->policy.policy);
   uint32_t n = 0;
-  for (uint32_t i = 0; i < r->ring; i++) {
-    pds_cached *c = &r->cached[i];
-    if (c->layer != (int32_t)step->layer || c->kept != PDS_KEPT_IN_USE) continue;
-    c->kept = 0;
+  for (uint32_t e = 0; e < r->experts; e++) {
+    const int32_t slot = pds_slot_of(r, (uint32_t)step->layer, e);
+    pds_cached *c = slot == PDS_NO_SLOT ? NULL : pds_cached_of(r, slot);
+    if (!c || c->kept != PDS_KEPT_IN_USE) continue;
+    pds_slot_keep(r, c, 0);
     if (keep) continue;
-    pds_slot_drop(r, (int32_t)(r->hot + i));
+    pds_slot_drop(r, slot);
     n++;
   }
   return n;
+}
+
+/* An empty slot for each expert that is to be there first, as far as there are slots. */
+pds_status pds_gpu_fill_ring(pds_gpu *gpu, const uint8_t *first) {
+  pds_residency *r = &gpu->residency;
+  const pds_gpu_policy *policy = &gpu->policy;
+  PDS_RETURN_IF_ERROR(pds_gpu_enter(gpu));
+  pds_status status = PDS_OK;
+  uint32_t at = 0;
+  for (uint32_t i = 0; i < r->layers * r->experts && status == PDS_OK; i++) {
+    if (!first[i] || r->slot_of[i] != PDS_NO_SLOT) continue;
+    while (at < r->ring && r->cached[at].layer >= 0) at++;
+    if (at == r->ring) break;
+    const uint32_t layer = i / r->experts, expert = i % r->experts;
+    const int32_t slot = (int32_t)(r->hot + at);
+    status = pds_gpu_check(
+        gpu,
+        gpu->cuda.cuMemcpyHtoDAsync(gpu->slots + (uint64_t)slot * gpu->expert_bytes,
+                                    pds_expert_host(gpu->plan, gpu->host_files, layer, expert),
+                                    gpu->plan->layers[layer].experts.gate_up.stride, gpu->compute),
+        "copying the experts that are there first");
+    if (status != PDS_OK) break;
+    pds_slot_assign(r, slot, layer, expert, policy->popularity[i], policy->now);
+    pds_cached *cached = &r->cached[at];
+    pds_slot_keep(r, cached, 0);
+    cached->score = policy->score[i];
+    cached->used = policy->seen[i];
+  }
+  if (status == PDS_OK) status = pds_gpu_drain(gpu);
+  pds_gpu_leave(gpu);
+  return status;
 }

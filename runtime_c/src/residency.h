@@ -14,11 +14,31 @@
 
 enum { PDS_KEPT_IN_USE = 1, PDS_KEPT_AHEAD = 2 }; /* pds_cached.kept */
 
+enum { PDS_COLDEST = 4 };
+
+/* A slot of the ring, and what is lost with it. */
+typedef struct pds_candidate {
+  uint64_t worth; /* pds_worth */
+  int32_t slot;
+  uint32_t age; /* steps since it was used */
+} pds_candidate;
+
+/* Of a layer's slots in the ring that may be taken, those that go first, the last of them last: as they
+ * were found in a step. So a slot is taken without a look at all others. */
+typedef struct pds_coldest {
+  pds_candidate at[PDS_COLDEST];
+  uint32_t n;
+  uint32_t stamp; /* the step; 0: something happened since */
+  uint32_t all;   /* not 0: the layer has no others */
+} pds_coldest;
+
 typedef struct pds_residency {
   uint32_t layers, experts; /* experts: of the layer that has most */
   uint32_t hot, ring;       /* slots */
   int32_t *slot_of;         /* [layers][experts]: a slot or PDS_NO_SLOT */
   pds_cached *cached;       /* [ring] */
+  pds_coldest *coldest;     /* [layers] */
+  uint32_t full;            /* slots of the ring before the first one that may be empty */
 } pds_residency;
 
 /* The slots that programs declare. PDS_ERR_VERIFY where they are not the ones this runtime knows: at
@@ -38,13 +58,17 @@ static inline pds_cached *pds_cached_of(const pds_residency *r, int32_t slot) {
   return slot < (int32_t)r->hot ? NULL : r->cached + ((uint32_t)slot - r->hot);
 }
 
-/* Slots of the ring that may be taken now. */
-uint32_t pds_slots_free(const pds_residency *r);
+/* Slots of the ring that may be taken while this layer runs: the others are kept for it and for the next
+ * one. */
+uint32_t pds_slots_free(const pds_residency *r, uint32_t layer);
 
-/* Gives (layer, expert) the slot that the policy takes first, as in use or ahead; PDS_NO_SLOT: all are
- * kept. Who had it is gone. */
-int32_t pds_slot_take(pds_residency *r, uint32_t policy, uint32_t layer, uint32_t expert,
-                      uint32_t popularity, uint32_t kept, uint32_t now);
+/* Whether a slot of the ring may be taken. */
+void pds_slot_keep(pds_residency *r, pds_cached *slot, uint32_t kept);
+
+/* Gives the expert of the layer that asks the slot that the policy takes first, as in use or ahead;
+ * PDS_NO_SLOT: all are kept. Who had it is gone. */
+int32_t pds_slot_take(pds_residency *r, const pds_asked *asked, uint32_t expert,
+                      uint32_t popularity, uint32_t kept);
 /* Gives (layer, expert) this slot of the ring, as in use. */
 void pds_slot_assign(pds_residency *r, int32_t slot, uint32_t layer, uint32_t expert,
                      uint32_t popularity, uint32_t now);

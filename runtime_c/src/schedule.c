@@ -84,8 +84,10 @@ pds_status pds_engine_set_schedule(pds_engine *engine, const pds_schedule *sched
   memset(p->recompile_ns, 0, sizeof p->recompile_ns);
   memset(p->paused, 0, 3 * r->layers * sizeof *p->paused);
   p->set = true;
+  const bool fills = schedule->first && pds_policy_keeps(policy) && !engine->gpu->stopped;
+  const pds_status status = fills ? pds_gpu_fill_ring(engine->gpu, schedule->first) : PDS_OK;
   pds_pool_close(engine->pool);
-  return PDS_OK;
+  return status;
 }
 
 pds_status pds_engine_get_ledger(pds_engine *engine, pds_ledger *out_layers) {

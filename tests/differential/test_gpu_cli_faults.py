@@ -180,6 +180,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "hot_experts.json of no shares": lambda p: edit_json(
         p / "hot_experts.json", lambda data: data["layers"][0].update(popularity=[1e30, -1.0])
     ),
+    "hot_experts.json of other experts": lambda p: edit_json(
+        p / "hot_experts.json", lambda data: data["layers"][0].update(first=[-1])
+    ),
     "hot_experts.json of another layer": lambda p: edit_json(
         p / "hot_experts.json", lambda data: data["layers"][0].update(layer=99)
     ),

@@ -50,8 +50,11 @@ def test_hot_experts_follow_the_traces(plan: Plan) -> None:
     assert all(abs(s.sum() - 2) < 1e-4 for s in shares)  # top-2
     assert plan.gpu is not None
     assert sum(len(layer["resident"]) for layer in record["layers"]) == plan.gpu["resident"] > 0
-    hot = [s[layer["resident"]] for s, layer in zip(shares, record["layers"], strict=True)]
-    assert np.concatenate(hot).mean() > np.concatenate(shares).mean()
+    assert sum(len(layer["first"]) for layer in record["layers"]) == plan.gpu["ring"] > 0
+    assert not any({*layer["resident"]} & {*layer["first"]} for layer in record["layers"])
+    for kind in ("resident", "first"):
+        hot = [s[layer[kind]] for s, layer in zip(shares, record["layers"], strict=True)]
+        assert np.concatenate(hot).mean() > np.concatenate(shares).mean()
 
 
 def test_decisions_know_predictors_and_costs(plan: Plan) -> None:

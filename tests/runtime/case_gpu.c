@@ -54,17 +54,21 @@ static void residency(void) {
   CHECK_EQ(pds_slot_of(&r, 1, 1), 0); /* the resident one, where programs say */
   CHECK_EQ(pds_slot_of(&r, 1, 0), PDS_NO_SLOT);
   CHECK(pds_cached_of(&r, 0) == NULL);
-  CHECK_EQ(pds_slots_free(&r), 2);
+  CHECK_EQ(pds_slots_free(&r, 1), 2);
 
   /* Empty slots first, then the least recently used; never one that is kept. */
-  CHECK_EQ(pds_slot_take(&r, PDS_POLICY_LRU, 1, 0, 0, PDS_KEPT_IN_USE, 1), 1);
-  CHECK_EQ(pds_slot_take(&r, PDS_POLICY_LRU, 1, 2, 0, PDS_KEPT_AHEAD, 2), 2);
-  CHECK_EQ(pds_slots_free(&r), 0);
-  CHECK_EQ(pds_slot_take(&r, PDS_POLICY_LRU, 1, 3, 0, PDS_KEPT_IN_USE, 3), PDS_NO_SLOT);
+  pds_asked asked = {.policy = PDS_POLICY_LRU, .layer = 1, .n_layers = 2, .now = 1};
+  CHECK_EQ(pds_slot_take(&r, &asked, 0, 0, PDS_KEPT_IN_USE), 1);
+  asked.now = 2;
+  CHECK_EQ(pds_slot_take(&r, &asked, 2, 0, PDS_KEPT_AHEAD), 2);
+  CHECK_EQ(pds_slots_free(&r, 0), 0);
+  CHECK_EQ(pds_slots_free(&r, 1), 0);
+  CHECK_EQ(pds_slot_take(&r, &asked, 3, 0, PDS_KEPT_IN_USE), PDS_NO_SLOT);
   CHECK_EQ(pds_slot_of(&r, 1, 3), PDS_NO_SLOT);
   r.cached[0].kept = r.cached[1].kept = 0;
   r.cached[0].used = 9;
-  CHECK_EQ(pds_slot_take(&r, PDS_POLICY_LRU, 1, 3, 0, PDS_KEPT_IN_USE, 10), 2);
+  asked.now = 10;
+  CHECK_EQ(pds_slot_take(&r, &asked, 3, 0, PDS_KEPT_IN_USE), 2);
   CHECK_EQ(pds_slot_of(&r, 1, 2), PDS_NO_SLOT); /* who had it is gone */
   CHECK_EQ(pds_slot_of(&r, 1, 3), 2);
 
@@ -76,9 +80,52 @@ static void residency(void) {
   pds_slot_drop(&r, 2);
   pds_slot_drop(&r, 2);
   CHECK_EQ(pds_slot_of(&r, 1, 2), PDS_NO_SLOT);
-  CHECK_EQ(pds_slots_free(&r), 1 + (r.cached[0].kept == 0));
+  CHECK_EQ(pds_slots_free(&r, 1), 1 + (r.cached[0].kept == 0));
   pds_slot_drop(&r, 0); /* resident ones stay */
   CHECK_EQ(pds_slot_of(&r, 1, 1), 0);
+  free(memory);
+}
+
+static uint32_t drawn(uint32_t *state, uint32_t below) {
+  *state = *state * 1664525 + 1013904223;
+  return (uint32_t)((uint64_t)*state * below >> 32);
+}
+
+/* A large ring remembers each layer's coldest slot: it takes what pds_victim says, whatever happens. */
+static void large_ring(uint32_t policy) {
+  enum { LAYERS = 7, OF_LAYER = 40, SLOTS = 150 };
+  const pds_programs none = {.phase_count = {0}};
+  pds_residency r = {.layers = LAYERS, .experts = OF_LAYER, .ring = SLOTS};
+  void *memory = calloc(1, pds_residency_bytes(&r));
+  pds_residency_init(&r, memory, &none);
+  uint32_t state = policy + 1;
+  for (uint32_t now = 1; now < 40; now++) {
+    const uint32_t phase = drawn(&state, 3);
+    for (uint32_t layer = 0; layer < LAYERS; layer++) {
+      for (uint32_t n = drawn(&state, 9); n; n--) {
+        const uint32_t e = drawn(&state, OF_LAYER), at = layer + drawn(&state, 2);
+        const pds_asked asked = {policy, phase, at < LAYERS ? at : layer, LAYERS, now};
+        const int32_t slot = pds_slot_of(&r, asked.layer, e);
+        if (slot != PDS_NO_SLOT) {
+          pds_cached *c = pds_cached_of(&r, slot);
+          pds_slot_keep(&r, c, drawn(&state, 3));
+          if (!c->kept && !drawn(&state, 4)) pds_slot_drop(&r, slot);
+          continue;
+        }
+        const int32_t expected = pds_victim(&asked, r.cached, SLOTS);
+        CHECK_EQ(pds_slot_take(&r, &asked, e, drawn(&state, 999), PDS_KEPT_AHEAD), expected);
+        if (expected >= 0) r.cached[expected].score = drawn(&state, 9999);
+      }
+      uint32_t kept = 0;
+      for (uint32_t i = 0; i < SLOTS; i++) {
+        const int32_t of = r.cached[i].layer;
+        if (of == (int32_t)layer && drawn(&state, 8)) pds_slot_keep(&r, &r.cached[i], 0);
+        kept += r.cached[i].kept && (of == (int32_t)layer || of == (int32_t)layer + 1);
+      }
+      CHECK_EQ(pds_slots_free(&r, layer), SLOTS - kept);
+    }
+    for (uint32_t i = 0; i < SLOTS; i++) r.cached[i].kept = 0; /* as the end of a step does */
+  }
   free(memory);
 }
 
@@ -459,6 +506,7 @@ static void measuring(void) {
 void case_gpu(void) {
   snprintf(mock_path, sizeof mock_path, "%s/libcuda-mock.so", test_data_dir);
   residency();
+  for (uint32_t policy = 0; policy < PDS_POLICIES; policy++) large_ring(policy);
   link_order("reset; clock=virtual; h2d=1GB/s");
   link_order("reset; clock=virtual; h2d=1GB/s; late_events=3ms");
   link_order("reset; clock=wall; h2d=1GB/s");

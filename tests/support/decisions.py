@@ -108,12 +108,18 @@ class InC:
         )
 
     def victim(
-        self, policy: Policy, slots: Sequence[Cached], layer: int, n_layers: int, now: int
+        self,
+        policy: Policy,
+        phase: Phase,
+        slots: Sequence[Cached],
+        layer: int,
+        n_layers: int,
+        now: int,
     ) -> int | None:
         for i, s in enumerate(slots):
             self.cached[i] = (s.layer, s.expert, s.popularity, s.used, s.score, s.kept)
-        args = (self.cached, len(slots), layer, n_layers, now)
-        found = int(self.lib.pds_victim(policy.number, *args))
+        asked = self.ffi.new("pds_asked *", (policy.number, phase, layer, n_layers, now))
+        found = int(self.lib.pds_victim(asked, self.cached, len(slots)))
         return None if found < 0 else found
 
     @staticmethod

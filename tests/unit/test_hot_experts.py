@@ -42,8 +42,8 @@ def routing(*layers: list[list[int]] | None, experts: int = 4) -> Routing:
 def test_often_activated_ones_first() -> None:
     """A decoded token has two experts. One less of them saves 10, so the counts decide."""
     tokens = [[0, 1], [0, 2], [0, 3], [1, 2]]
-    assert choose(routing(tokens), COSTS, 1, 16, 2) == ((0,),)
-    assert choose(routing(tokens, None, [[2, 3]] * 4), COSTS, 2, 16, 2)[1] == ()
+    assert choose(routing(tokens), COSTS, (1, 0), 16, 2)[0] == ((0,),)
+    assert choose(routing(tokens, None, [[2, 3]] * 4), COSTS, (2, 0), 16, 2)[0][1] == ()
 
 
 def test_time_saved_rather_than_frequency() -> None:
@@ -57,11 +57,11 @@ def test_time_saved_rather_than_frequency() -> None:
     layer 1's first, which still saves 7.5.
     """
     layers = routing([[0, 1], [0, 1], [0, 2], [1, 2]], [[0, 1], [0, 1], [0, 2], [3, 1]])
-    assert choose(layers, COSTS, 1, 16, 2) == ((0,), ())
-    assert choose(layers, COSTS, 2, 16, 2) == ((0, 1), ())
+    assert choose(layers, COSTS, (1, 0), 16, 2)[0] == ((0,), ())
+    assert choose(layers, COSTS, (2, 0), 16, 2)[0] == ((0, 1), ())
     # Then layer 0's expert 2 saves 20 in two tokens each, 10 in the mean: more than layer 1's 7.5.
-    assert choose(layers, COSTS, 3, 16, 2) == ((0, 1, 2), ())
-    assert choose(layers, COSTS, 4, 16, 2) == ((0, 1, 2), (0,))
+    assert choose(layers, COSTS, (3, 0), 16, 2)[0] == ((0, 1, 2), ())
+    assert choose(layers, COSTS, (4, 0), 16, 2)[0] == ((0, 1, 2), (0,))
 
 
 def test_prefill_counts_tokens() -> None:
@@ -70,12 +70,19 @@ def test_prefill_counts_tokens() -> None:
     costs = Costs(**{**vars(COSTS), "io_expert": 100, "cpu_expert": Curve((1, 100), (10, 1000))})
     share = np.array([0.1, 0.6, 0.0, 0.3])
     only = Routing("test", (LayerRouting(share, np.zeros((1, 4), np.bool_)),))
-    order = [choose(only, costs, n, 100, 1)[0] for n in (1, 2, 3, 4)]
+    order = [choose(only, costs, (n, 0), 100, 1)[0][0] for n in (1, 2, 3, 4)]
     assert order == [(1,), (1, 3), (0, 1, 3), (0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize("slots", [0, 3, 100])
 def test_no_more_than_there_are(slots: int) -> None:
-    chosen = choose(routing([[0, 1]] * 3, None, [[1, 2]]), COSTS, slots, 16, 2)
+    chosen, _ = choose(routing([[0, 1]] * 3, None, [[1, 2]]), COSTS, (slots, 0), 16, 2)
     assert sum(map(len, chosen)) == min(slots, 8)
     assert all(list(c) == sorted(set(c)) for c in chosen)
+
+
+def test_the_ring_begins_with_the_next_ones() -> None:
+    """The example above: layer 0's experts 0 and 1, then its 2, then layer 1's 0."""
+    layers = routing([[0, 1], [0, 1], [0, 2], [1, 2]], [[0, 1], [0, 1], [0, 2], [3, 1]])
+    assert choose(layers, COSTS, (2, 2), 16, 2) == (((0, 1), ()), ((2,), (0,)))
+    assert choose(layers, COSTS, (0, 3), 16, 2) == (((), ()), ((0, 1, 2), ()))

@@ -388,6 +388,7 @@ def test_apex_marks_what_matters_little() -> None:
 
 def test_victims() -> None:
     """In which order each policy gives up cached experts; layer 2 of 4 asks, in step 100."""
+    decode = Phase.DECODE
     slots = [
         Cached(0, 0, popularity=900, used=90, score=50),
         Cached(3, 1, popularity=100, used=70, score=80),
@@ -396,13 +397,13 @@ def test_victims() -> None:
         Cached(1, 4, kept=True),
     ]
 
-    def order(policy: Policy) -> list[int]:
+    def order(policy: Policy, phase: Phase = decode, layer: int = 2) -> list[int]:
         left, out = list(slots), []
-        while (i := victim(policy, left, 2, 4, 100)) is not None:
-            assert in_c().victim(policy, left, 2, 4, 100) == i
+        while (i := victim(policy, phase, left, layer, 4, 100)) is not None:
+            assert in_c().victim(policy, phase, left, layer, 4, 100) == i
             left[i] = replace(left[i], kept=True)
             out.append(i)
-        assert in_c().victim(policy, left, 2, 4, 100) is None
+        assert in_c().victim(policy, phase, left, layer, 4, 100) is None
         return out
 
     by_age = [3, 1, 2, 0]
@@ -411,15 +412,24 @@ def test_victims() -> None:
     assert order(Policy.FATE) == [3, 1, 2, 0]  # layers 3, 3, 1, 0
     # Of 50, 80, 20, 80 after 10, 30, 20, 40 steps are left: 50/4 = 12, 80/64 = 1, 20/16 = 1, 0.
     assert order(Policy.HYBRIMOE) == [3, 1, 2, 0]  # of the two ones, that unused for 30 steps
-    # 50 - 50*10/44 = 39; 40 - 40*8/44 = 33; 20 - 20*20/44 = 11; 40 - 40*18/44 = 24
-    assert order(Policy.ADAPTSCHED) == [2, 3, 1, 0]
+    # 50 - 50*10/44 = 39; 40 - 40*8/44 = 33; 20 - 20*20/44 = 11; 40 - 40*18/44 = 24. Often, and soon
+    # (layers 0, 3, 1 come 2, 1, 3 later: 2, 3 and 1 quarters of 8192) are added:
+    # 0: 39 + 900 + 4096 = 5035   1: 33 + 100 + 6144 = 6277
+    # 2: 11 + 500 + 2048 = 2559   3: 24 + 100 + 6144 = 6268
+    assert order(Policy.ADAPTSCHED) == [2, 0, 3, 1]
+    # If layer 0 asks, they come 0, 3 and 1 later:
+    # 0: 939 + 8192 = 9131   1: 133 + 2048 = 2181   2: 511 + 6144 = 6655   3: 124 + 2048 = 2172
+    assert order(Policy.ADAPTSCHED, layer=0) == [3, 1, 2, 0]
+    # In prefill layers to come stay longest, here all but layer 0.
+    assert order(Policy.ADAPTSCHED, Phase.PREFILL, layer=0) == [0, 3, 1, 2]
     # recent + often + ahead (layers 0, 3, 1 come 2, 1, 3 later: 32768, 49152, 16384 left of 65536)
     # 0: 246*256 + 900 + 32768 = 96644    1: 226*256 + 100 + 49152 = 107108
     # 2: 236*256 + 500 + 16384 = 77300    3: 216*256 + 100 + 49152 = 104548
     assert order(Policy.APEX) == [2, 0, 3, 1]
     slots.append(Cached(-1))
     for policy in Policy:
-        assert victim(policy, slots, 2, 4, 100) == in_c().victim(policy, slots, 2, 4, 100) == 5
+        args = policy, decode, slots, 2, 4, 100
+        assert victim(*args) == in_c().victim(*args) == 5
 
 
 def test_scores_decay() -> None:
@@ -528,7 +538,8 @@ def test_c_and_python_choose_the_same_victim(seed: int, policy: Policy) -> None:
         )
         for i in range(r.randrange(12))
     ]
-    args = (policy, slots, r.randrange(n_layers), n_layers, r.randrange(few))
+    phase = r.choice(list(Phase))
+    args = (policy, phase, slots, r.randrange(n_layers), n_layers, r.randrange(few))
     chosen = victim(*args)
     assert in_c().victim(*args) == chosen
     assert chosen is None or not slots[chosen].kept or slots[chosen].layer < 0
