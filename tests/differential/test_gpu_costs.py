@@ -17,6 +17,7 @@ from support.plans import PlanStore
 import pdscope
 from pdscope import config
 from pdscope.compiler import gpu_arch
+from pdscope.compiler.build import simt_kernels
 from pdscope.compiler.gpu_arch import Present
 from pdscope.compiler.passes import profile_costs
 from pdscope.compiler.passes.profile_gpu import GpuProfile
@@ -195,3 +196,18 @@ def test_a_budget_without_slots_is_measured_all_the_same(
     found = table_of(plan).gpu
     assert found is not None and found.start.ns == START
     assert abs(found.expert.curve.at(8) - EXPERTS.at(8)) <= 1
+
+
+def test_through_the_gpus_own_kernels(
+    plans: PlanStore, mock: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulator runs them: launches as on a GPU, of which each says how much work it is."""
+    image = tmp_path / "kernels"
+    image.write_text(f"PDSTWIN-LIBRARY {simt_kernels()}\n", encoding="utf-8")
+    monkeypatch.setenv("PDSCOPE_GPU_KERNELS", str(image))
+    mock.reset("kernel.pds_cu_route.base=5us; h2d=1GB/s; d2h=1GB/s; d2h_start=0")
+    options: dict[str, Any] = {"dtype": "fp32", "max_context": 64, "max_rows": 2}
+    plan, notes = compiled(plans, "shared", tmp_path / "p", **options)
+    table = table_of(plan)
+    assert table.gpu is not None and not [note for note in notes if "not measured" in note]
+    assert table.gpu.attention.curve.at(1) > 5_000 and table.gpu.shared is not None
