@@ -1,9 +1,9 @@
 """Costs of this machine's GPU and of the link to it, as `--costs auto` measures them.
 
-Holds of the issue "AdaptSched and its lowering": "a pass that measures on the target: expert time on
-CPU and on GPU by token count (1 to 4096, monotone piecewise fit with error bars), transfer time per
-expert (alone, and while the CPU computes), I/O start-up, attention and gate per phase and context
-length, predictor time". Skipped where there is no GPU.
+Holds of the issue "AdaptSched and its lowering": "a pass that measures on the target: expert time
+on CPU and on GPU by token count (1 to 4096, monotone piecewise fit with error bars), transfer time
+per expert (alone, and while the CPU computes), I/O start-up, attention and gate per phase and
+context length, predictor time". Skipped where there is no GPU.
 """
 
 import json
@@ -29,8 +29,8 @@ __all__ = ["real_gpu"]
 US, MS = 1_000, 1_000_000
 
 
-@pytest.fixture(scope="module")
-def plan(plans: PlanStore) -> Plan:
+@pytest.fixture
+def plan(real_gpu: None, plans: PlanStore) -> Plan:
     """Of a model with experts of several megabytes; nothing measured before is used."""
 
     def make(out: Path) -> None:
@@ -44,7 +44,7 @@ def plan(plans: PlanStore) -> Plan:
 
 
 @pytest.fixture
-def table(real_gpu: None, plan: Plan) -> CostTable:
+def table(plan: Plan) -> CostTable:
     found = CostTable.of_plan(plan)
     assert found is not None
     return found

@@ -201,13 +201,14 @@ def test_a_budget_without_slots_is_measured_all_the_same(
 def test_through_the_gpus_own_kernels(
     plans: PlanStore, mock: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The emulator runs them: launches as on a GPU, of which each says how much work it is."""
+    """The emulator runs them: two launches of experts, or of the shared one; and attention's."""
     image = tmp_path / "kernels"
     image.write_text(f"PDSTWIN-LIBRARY {simt_kernels()}\n", encoding="utf-8")
     monkeypatch.setenv("PDSCOPE_GPU_KERNELS", str(image))
-    mock.reset("kernel.pds_cu_route.base=5us; h2d=1GB/s; d2h=1GB/s; d2h_start=0")
-    options: dict[str, Any] = {"dtype": "fp32", "max_context": 64, "max_rows": 2}
+    mock.reset("kernel.*.base=1us; h2d=1GB/s; d2h=1GB/s; d2h_start=0")
+    options: dict[str, Any] = {"dtype": "fp32", "max_context": 64, "max_rows": 1}
     plan, notes = compiled(plans, "shared", tmp_path / "p", **options)
     table = table_of(plan)
     assert table.gpu is not None and not [note for note in notes if "not measured" in note]
-    assert table.gpu.attention.curve.at(1) > 5_000 and table.gpu.shared is not None
+    assert table.gpu.shared is not None and table.gpu.shared.curve.at(1) == 2_000
+    assert table.gpu.start.ns == 2_000 and table.gpu.attention.curve.at(1) > 7_000
