@@ -110,8 +110,8 @@ if TYPE_CHECKING:
     "--costs",
     metavar="auto|FILE|NAME",
     help="What the model's parts cost, for the plan's costs.json. auto: measured here, in about 10 "
-    "seconds, and with --gpu-mem on the GPU as well; kept in PDSCOPE_CACHE for other plans of these "
-    "dimensions. FILE: another plan's costs.json, or a hardware description. NAME: a shipped "
+    "seconds, and with --gpu-mem on the GPU as well; kept in PDSCOPE_CACHE for other plans of "
+    "these dimensions. FILE: another plan's costs.json, or a hardware description. NAME: a shipped "
     "description: a100-6230r, h200-emr16, rtx3090-epyc7452, v100-6230r. auto,NAME: measured here, "
     "but GPU and link of NAME where no GPU was measured. Default: off, no costs.json.",
 )
