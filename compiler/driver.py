@@ -74,12 +74,12 @@ def compile_model(
     which is the default without a calibration; predictor_budget (bytes a layer, or e.g. "4.2MB");
     predictor_device "auto" | "cpu" | "cuda", where they are trained; dummy_predictor "accuracy:P",
     which stands in for them with load_format dummy (pdscope/dummy_predictor.py); costs: "off", the
-    default, "auto" (measured here), a file (a plan's costs.json or a hardware description), a
-    shipped description's name, or "auto,NAME": its GPU and link beside what was measured; gpu_mem
-    (bytes that the process may take of a GPU's memory, or e.g. "24GiB"; None: the CPU alone),
-    gpu_reserve (of them, what the driver takes), gpu_arch ("auto", "none", or architectures to
-    compile kernels for: "sm_80,sm_90") and policy (pdscope-compile --help). `force`
-    replaces an existing plan. `dry_run` stops before weights and code, but checks that the
+    default, "auto" (measured here, with gpu_mem the GPU too), a file (a plan's costs.json or a
+    hardware description), a shipped description's name, or "auto,NAME": its GPU and link where they
+    were not measured; gpu_mem (bytes that the process may take of a GPU's memory, or e.g. "24GiB";
+    None: the CPU alone), gpu_reserve (of them, what the driver takes), gpu_arch ("auto", "none", or
+    architectures to compile kernels for: "sm_80,sm_90") and policy (pdscope-compile --help).
+    `force` replaces an existing plan. `dry_run` stops before weights and code, but checks that the
     checkpoint's tensors and tokenizer fit: `out` may be None. A compile that is killed leaves no
     plan; the same call resumes behind the last finished pass.
 

@@ -116,17 +116,18 @@ if TYPE_CHECKING:
     "--costs",
     metavar="auto|FILE|NAME",
     help="What the model's parts cost, for the plan's costs.json. auto: measured here, in about 10 "
-    "seconds, and kept in PDSCOPE_CACHE for other plans of these dimensions. FILE: another plan's "
-    "costs.json, or a hardware description. NAME: a shipped description: a100-6230r, h200-emr16, "
-    "rtx3090-epyc7452, v100-6230r. auto,NAME: measured here, but GPU and link of NAME. Default: "
-    "off, no costs.json.",
+    "seconds, and with --gpu-mem on the GPU as well; kept in PDSCOPE_CACHE for other plans of "
+    "these dimensions. FILE: another plan's costs.json, or a hardware description. NAME: a shipped "
+    "description: a100-6230r, h200-emr16, rtx3090-epyc7452, v100-6230r. auto,NAME: measured here, "
+    "but GPU and link of NAME where no GPU was measured. Default: off, no costs.json.",
 )
 @click.option(
     "--gpu-mem",
     metavar="BYTES",
     help="Compile for a GPU, of whose memory the process may take so much, e.g. 24GiB, all "
     "included: the driver, weights that are no expert, the KV cache of --max-context, and slots "
-    "for experts. Needs --costs of a GPU. The plan runs on the CPU too. Default: the CPU alone.",
+    "for experts. Needs --costs of a GPU: auto with one here, or of a NAME. The plan runs on the "
+    "CPU too. Default: the CPU alone.",
 )
 @click.option(
     "--gpu-reserve",

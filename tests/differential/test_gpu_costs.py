@@ -17,6 +17,7 @@ from support.plans import PlanStore
 import pdscope
 from pdscope import config
 from pdscope.compiler import gpu_arch
+from pdscope.compiler.build import simt_kernels
 from pdscope.compiler.gpu_arch import Present
 from pdscope.compiler.passes import profile_costs
 from pdscope.compiler.passes.profile_gpu import GpuProfile
@@ -195,3 +196,19 @@ def test_a_budget_without_slots_is_measured_all_the_same(
     found = table_of(plan).gpu
     assert found is not None and found.start.ns == START
     assert abs(found.expert.curve.at(8) - EXPERTS.at(8)) <= 1
+
+
+def test_through_the_gpus_own_kernels(
+    plans: PlanStore, mock: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulator runs them: two launches of experts, or of the shared one; and attention's."""
+    image = tmp_path / "kernels"
+    image.write_text(f"PDSTWIN-LIBRARY {simt_kernels()}\n", encoding="utf-8")
+    monkeypatch.setenv("PDSCOPE_GPU_KERNELS", str(image))
+    mock.reset("kernel.*.base=1us; h2d=1GB/s; d2h=1GB/s; d2h_start=0")
+    options: dict[str, Any] = {"dtype": "fp32", "max_context": 64, "max_rows": 1}
+    plan, notes = compiled(plans, "shared", tmp_path / "p", **options)
+    table = table_of(plan)
+    assert table.gpu is not None and not [note for note in notes if "not measured" in note]
+    assert table.gpu.shared is not None and table.gpu.shared.curve.at(1) == 2_000
+    assert 1_998 <= table.gpu.start.ns <= 2_000 and table.gpu.attention.curve.at(1) > 7_000

@@ -503,6 +503,30 @@ static void measuring(void) {
   pds_engine_destroy(engine);
 }
 
+/* While workers compute and the pool's watch sends; from memory that is not pinned, too. */
+static void measuring_on_a_wall_clock(int32_t weights) {
+  mock_set("reset; clock=wall; h2d=100MB/s");
+  const pds_engine_options options = {.plan_dir = test_data_dir,
+                                      .isa = "scalar",
+                                      .threads = 2,
+                                      .weights = weights,
+                                      .gpu = 1,
+                                      .gpu_driver = mock_path};
+  const uint32_t expert[] = {1, 3}, tokens[] = {1, 1}, load[] = {3, 0, 2};
+  pds_engine *engine;
+  pds_session *session;
+  if (!CHECK_OK(pds_engine_create(&options, &engine))) return;
+  CHECK_OK(pds_session_create(engine, NULL, &session));
+  pds_measurement asked = {
+      .n = 2, .expert = expert, .tokens = tokens, .n_loads = 3, .load = load, .rows = FEW};
+  for (asked.what = PDS_MEASURE_GPU_EXPERTS; asked.what <= PDS_MEASURE_LINK_START; asked.what++) {
+    const bool loads = asked.what == PDS_MEASURE_LINK || asked.what == PDS_MEASURE_LINK_BUSY;
+    CHECK(ns_of(session, asked) > (loads ? 3 * 10 * STRIDE : 0));
+  }
+  pds_session_destroy(session);
+  pds_engine_destroy(engine);
+}
+
 void case_gpu(void) {
   snprintf(mock_path, sizeof mock_path, "%s/libcuda-mock.so", test_data_dir);
   residency();
@@ -515,5 +539,7 @@ void case_gpu(void) {
   engine("reset; clock=wall; kernel.*.base=2us; h2d=1GB/s", PDS_WEIGHTS_COPY);
   engine("reset; clock=wall; h2d=20GB/s", PDS_WEIGHTS_MMAP);
   measuring();
+  measuring_on_a_wall_clock(PDS_WEIGHTS_COPY);
+  measuring_on_a_wall_clock(PDS_WEIGHTS_MMAP);
   mock_set("reset");
 }

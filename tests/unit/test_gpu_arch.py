@@ -148,7 +148,7 @@ def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_driver_says_which(mock: Mock) -> None:
     mock.reset("compute=86; driver=13000")
-    assert present() == Present(("sm_86",), (13, 0))
+    assert present() == Present(("sm_86",), (13, 0), "PDScope mock GPU")
     mock.reset("compute=120; driver=12080")
     assert present() == Present(("sm_120",), (12, 8))
 

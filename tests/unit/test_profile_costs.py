@@ -23,6 +23,7 @@ from pdscope.compiler.passes.profile_costs import (
     points,
     sample,
 )
+from pdscope.compiler.passes.profile_gpu import link_of
 from pdscope.costs import KNOTS, Bar, CostTable, Curve, Fitted, Machine
 
 LIMITS = Limits(experts=128, top_k=8, max_rows=512, context=2048, shared=True, predicts=True)
@@ -80,6 +81,19 @@ def test_known_times_come_back() -> None:
     assert device.predict is not None and device.predict.ns == 42_000
     for fitted in (device.expert, device.attention, device.shared):
         assert len(fitted.curve.tokens) <= KNOTS
+
+
+def test_a_link_of_known_times_comes_back() -> None:
+    """Alone and beside the CPU; a small copy has the start, and its own bytes at the same rate."""
+    limits = replace(LIMITS, predicts=False, loads=8)
+    link = link_of(run(Fake(), limits), 8, 409_600)
+    assert (link.start.ns, link.expert_alone.ns, link.expert.ns) == (IDLE, LOAD, 2 * LOAD)
+    late = link_of(run(Fake(1_000_000), limits), 8, 409_600)
+    assert (late.start.ns, late.expert_alone.ns, late.expert.ns) == (IDLE, LOAD, 2 * LOAD)
+    assert late.expert.bar is not None and late.expert.bar.max > late.expert.bar.median
+    tiny = {("link_start", 0, 1): [500], ("link", 1, 1): [400], ("link_busy", 1, 1): [900]}
+    link = link_of(tiny, 1, 2048)  # noise: nothing is free, and nothing takes less than no time
+    assert (link.start.ns, link.expert_alone.ns, link.expert.ns) == (500, 1, 400)
 
 
 def test_the_grid_reaches_4096_tokens() -> None:
