@@ -30,6 +30,10 @@ static uint32_t panels_of(const pds_cu_gemm *g) {
   return parts_of(g->cols, 16) * (g->swiglu ? 2 : 1);
 }
 
+static uint32_t bits_of(const pds_cu_gemm *g) {
+  return g->w_dtype == PDS_CU_BF16 ? 16 : g->w_dtype == PDS_CU_I8 ? 8 : 4;
+}
+
 /* Whether the tensor cores can: bf16 x in 16-byte pieces, times weights that bf16 can hold. */
 static int tensor(const pds_cu_gemm *g) {
   return g->act_dtype == PDS_CU_BF16 && g->w_dtype != PDS_CU_F32 && g->x_stride % 8 == 0 &&
@@ -51,14 +55,52 @@ static pds_cu_launch scalar(const pds_cu_gemm *g, uint32_t most) {
                          .shared_bytes = GEMM_SCALAR_SHARED};
 }
 
-static pds_cu_launch stream(const pds_cu_gemm *g) {
-  const uint32_t warps = g->n_holes ? GEMM_EXPERT_WARPS : GEMM_DENSE_WARPS;
-  return (pds_cu_launch){.kernel = g->w_dtype == PDS_CU_BF16 ? PDS_CU_gemm_stream_bf16
-                                   : g->w_dtype == PDS_CU_I8 ? PDS_CU_gemm_stream_i8
-                                                             : PDS_CU_gemm_stream_i4,
-                         .grid = {parts_of(panels_of(g), 2), matrices(g), 1},
+/* Blocks that run together, of `bytes` of shared memory each: 1 KiB more is CUDA's. */
+static uint32_t together(const pds_cu_device *device, uint32_t bytes) {
+  return device->sms * ((device->shared_most + 1024) / (bytes + 1024));
+}
+
+/* Pairs of panels that a block takes one after the other, at least `least`, so that all are done
+ * first, `blocks` blocks at a time; a block costs about a pair more. */
+static uint32_t turns_of(uint32_t pairs, uint32_t count, uint32_t blocks, uint32_t least) {
+  enum { MOST = 256 };
+  uint32_t best = least;
+  uint64_t time = UINT64_MAX;
+  for (uint32_t n = least; n <= pairs && n <= MOST; n++) {
+    const uint64_t waves = ((uint64_t)parts_of(pairs, n) * count + blocks - 1) / blocks;
+    if (waves * (n + 1) < time) {
+      time = waves * (n + 1);
+      best = n;
+    }
+  }
+  return best;
+}
+
+static pds_cu_launch stream(const pds_cu_device *device, pds_cu_gemm *g, uint32_t most) {
+  const uint32_t pairs = parts_of(panels_of(g), 2), count = matrices(g);
+  const uint32_t bits = bits_of(g), steps = g->k_pad / GEMM_STREAM_STEP(bits);
+  uint32_t warps = g->n_holes                     ? GEMM_EXPERT_WARPS
+                   : pairs * count <= device->sms ? GEMM_STREAM_WARPS
+                                                  : GEMM_DENSE_WARPS;
+  /* whatever the rows, since sums are those of warps */
+  while (warps > 1 &&
+         warps * GEMM_STREAM_BYTES(bits, GEMM_FEW, GEMM_STREAM_AHEAD) > device->shared_most)
+    warps /= 2;
+  /* x comes with the weights; or it stays for more than one pair, where that leaves room for enough
+   * warps to keep memory busy */
+  const uint32_t bytes[2] = {warps * GEMM_STREAM_BYTES(bits, most, GEMM_STREAM_AHEAD),
+                             warps * GEMM_STREAM_BYTES(bits, most, parts_of(steps, warps))};
+  const uint32_t kept = together(device, bytes[1]);
+  uint32_t turns = turns_of(pairs, count, together(device, bytes[0]), 1);
+  const int keep = turns > 1 && kept * warps >= device->sms * 8;
+  if (keep) turns = turns_of(pairs, count, kept, 2);
+  g->free |= turns << GEMM_TURNS_SHIFT | (keep ? GEMM_KEEP_X : 0);
+  return (pds_cu_launch){.kernel = bits == 16  ? PDS_CU_gemm_stream_bf16
+                                   : bits == 8 ? PDS_CU_gemm_stream_i8
+                                               : PDS_CU_gemm_stream_i4,
+                         .grid = {parts_of(pairs, turns), count, 1},
                          .threads = warps * 32,
-                         .shared_bytes = GEMM_STREAM_SHARED(warps)};
+                         .shared_bytes = bytes[keep]};
 }
 
 static uint32_t tiles_of(const pds_cu_gemm *g, uint32_t i, uint32_t rows) {
@@ -92,7 +134,7 @@ static uint32_t stages_of(const pds_cu_device *device, uint32_t bytes, uint32_t 
 
 static pds_cu_launch tiled(const pds_cu_device *device, pds_cu_gemm *g) {
   const uint32_t tile = best_tile(device, g), rows = tile_rows[tile];
-  const uint32_t bits = g->w_dtype == PDS_CU_BF16 ? 16 : g->w_dtype == PDS_CU_I8 ? 8 : 4;
+  const uint32_t bits = bits_of(g);
   const pds_cu_kernel first = bits == 16  ? PDS_CU_gemm_bf16_128
                               : bits == 8 ? PDS_CU_gemm_i8_128
                                           : PDS_CU_gemm_i4_128;
@@ -117,5 +159,5 @@ pds_cu_launch pds_cu_shape_gemm(const pds_cu_device *device, pds_cu_gemm *g) {
   g->free = aligned ? GEMM_Y_ALIGNED : 0;
   for (uint32_t i = 0; i < g->n_holes; i++) g->holes[i].tile = 0;
   if (!tensor(g)) return scalar(g, most);
-  return most <= GEMM_FEW ? stream(g) : tiled(device, g);
+  return most <= GEMM_FEW ? stream(device, g, most) : tiled(device, g);
 }

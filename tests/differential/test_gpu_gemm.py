@@ -217,6 +217,14 @@ def few() -> Iterator[Case]:
             kernel=kernel,
         )  # fmt: skip
         yield Case(w, rows=(2, 0, 9), k=160, cols=72, experts=True, scatter=True, kernel=kernel)
+        # blocks with more than one pair of panels: x stays with them, or comes again
+        yield Case(w, rows=3, k=320, cols=233, bias=True, sms=1, kernel=kernel)
+        yield Case(w, rows=16, k=32, cols=264, sms=1, kernel=kernel)
+        yield Case(w, rows=12, k=1088, cols=200, sms=1, shared_most=99 << 10, kernel=kernel)
+        yield Case(
+            w, rows=(9, 1, 0), k=544, cols=88, swiglu=True, experts=True, gather=2, pad=96, sms=1,
+            kernel=kernel,
+        )  # fmt: skip
     for w in ("f32", "bf16", "i8", "i4"):
         act = "bf16" if w == "f32" else "f32"
         yield Case(w, act, rows=6, k=72, cols=24, bias=True, kernel="few")

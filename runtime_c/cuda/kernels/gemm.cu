@@ -20,13 +20,12 @@ PDS_FN uint32_t gemm_stream_row(void) {
   return PDS_LANE / 4 + 8 * (PDS_WARP % 2);
 }
 
-/* The end of a stream kernel: sums of the block's warps, an even number of them, are added up and
+/* The end of a pair of panels in a stream kernel: sums of the block's warps, an even number of them, are added up and
  * written. A lane's sum[i] is that of column 4 t + i: row g of the first panel, of the second one,
- * then row g + 8 of both. y_at: gemm_y_at of this thread's row. */
-PDS_FN void gemm_stream_finish(const pds_cu_gemm *p, const gemm_part *part, float (*sum)[4],
-                               uint64_t y_at) {
+ * then row g + 8 of both. of: which pair; parts: [warp][16][lane], shared; y_at: gemm_y_at of this thread's row. */
+PDS_FN void gemm_stream_finish(const pds_cu_gemm *p, const gemm_part *part, float *parts,
+                               float (*sum)[4], uint32_t of, uint64_t y_at) {
   const uint32_t warps = PDS_THREADS / 32;
-  float *parts = (float *)PDS_SHARED; /* [warp][16][lane] */
   PDS_UNROLL
   for (uint32_t i = 0; i < 16; i++) parts[(PDS_WARP * 16 + i) * 32 + PDS_LANE] = sum[i / 4][i % 4];
   pds_sync();
@@ -39,16 +38,16 @@ PDS_FN void gemm_stream_finish(const pds_cu_gemm *p, const gemm_part *part, floa
         b += parts[(w * 16 + i * 4 + half * 2 + 1) * 32 + PDS_LANE];
       }
       if (p->swiglu) {
-        const uint32_t col = PDS_BLOCK_X * 16 + in_panel;
+        const uint32_t col = of * 16 + in_panel;
         gemm_put(p, part->y, y_at + col, col, gemm_silu(a) * b);
       } else {
-        const uint32_t col = PDS_BLOCK_X * 32 + in_panel;
+        const uint32_t col = of * 32 + in_panel;
         gemm_put(p, part->y, y_at + col, col, a);
         gemm_put(p, part->y, y_at + col + 16, col + 16, b);
       }
     }
   }
-  if ((PDS_BLOCK_X + 1) * 2 >= gemm_panels(p)) gemm_zero_pad(p, part, 0, part->rows);
+  if ((of + 1) * 2 >= gemm_panels(p)) gemm_zero_pad(p, part, 0, part->rows);
 }
 
 #define GEMM_CAT_(a, b) a##b

@@ -5,9 +5,10 @@
 enum {
   GEMM_FEW = 16, /* rows of a matrix that the stream kernels take */
 
-  GEMM_STREAM_WARPS = 16, /* at most */
-  GEMM_DENSE_WARPS = 8,   /* of the stream kernels' blocks, for one matrix, or heads */
+  GEMM_STREAM_WARPS = 16, /* of the stream kernels' blocks, where there are few; at most */
+  GEMM_DENSE_WARPS = 8,   /* for one matrix, or heads */
   GEMM_EXPERT_WARPS = 4,  /* and for experts, which have more blocks */
+  GEMM_STREAM_AHEAD = 4,  /* steps of a warp, one of them at work, the others under way */
 
   GEMM_TILE_PANELS = 16, /* of a block of the tile kernels: 256 columns of weights */
   GEMM_TILE_K = 64,      /* of a stage of their pipeline */
@@ -30,10 +31,23 @@ enum {
 
   /* pds_cu_gemm.free */
   GEMM_STAGES_MASK = 7, /* of the tile kernels' pipeline */
-  GEMM_Y_ALIGNED = 8    /* four columns of y, from a multiple of 4, are one aligned store */
+  GEMM_Y_ALIGNED = 8,   /* four columns of y, from a multiple of 4, are one aligned store */
+  GEMM_KEEP_X = 16,     /* the stream kernels keep x in shared memory from pair to pair */
+  GEMM_TURNS_SHIFT = 8  /* from here on: pairs of panels of a block of the stream kernels */
 };
 
-#define GEMM_STREAM_SHARED(warps) ((warps) * 32 * 16 * 4)
+/* The stream kernels' shared memory. A step of a warp: 32 k of bf16 weights, 64 of others. */
+#define GEMM_STREAM_STEP(bits) ((bits) == 16 ? 32u : 64u)
+/* Bytes of a step: of a pair of panels, its scales, and x, 8 rows or 16. */
+#define GEMM_STREAM_WEIGHTS(bits) (GEMM_STREAM_STEP(bits) * (bits) * 4)
+#define GEMM_STREAM_SCALES(bits) ((bits) == 16 ? 0u : (bits) == 8 ? 64u : 128u)
+#define GEMM_STREAM_X(bits, rows) (GEMM_STREAM_STEP(bits) * ((rows) > 8 ? 32u : 16u))
+/* And of a warp that has room for x of `slots` steps. */
+#define GEMM_STREAM_WARP(bits, rows, slots)                                                        \
+  (GEMM_STREAM_AHEAD * (GEMM_STREAM_WEIGHTS(bits) + GEMM_STREAM_SCALES(bits)) +                    \
+   (slots) * GEMM_STREAM_X(bits, rows))
+/* And with its sums. */
+#define GEMM_STREAM_BYTES(bits, rows, slots) (GEMM_STREAM_WARP(bits, rows, slots) + 32 * 16 * 4)
 /* Bytes of a stage: x, weights and scales, for `rows` rows of x and weights of `bits` bits. */
 #define GEMM_TILE_SCALES(bits) ((bits) == 16 ? 0 : (bits) == 8 ? 32 : 64)
 #define GEMM_TILE_STAGE(rows, bits)                                                                \
