@@ -44,7 +44,7 @@ static pds_cu_launch scalar(const pds_cu_gemm *g, uint32_t most) {
   if (most <= GEMM_FEW) {
     return (pds_cu_launch){
         .kernel = PDS_CU_gemm_few,
-        .grid = {parts_of(g->cols, 16), matrices(g), parts_of(most, GEMM_FEW_ROWS)},
+        .grid = {parts_of(g->cols, GEMM_FEW_COLS), matrices(g), parts_of(most, GEMM_FEW_ROWS)},
         .threads = GEMM_FEW_WARPS * 32,
         .shared_bytes = GEMM_FEW_SHARED};
   }

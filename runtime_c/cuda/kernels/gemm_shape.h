@@ -23,11 +23,12 @@ enum {
   GEMM_SCALAR_LINE = GEMM_SCALAR_ROWS + 4, /* floats; a k's rows of x in shared memory */
   GEMM_SCALAR_SHARED = GEMM_SCALAR_K * (GEMM_SCALAR_LINE + GEMM_SCALAR_PANELS * 16) * 4,
 
-  /* of a block of the scalar kernel for few rows, which takes one panel, or a pair in swiglu */
+  /* of a block of the scalar kernel for few rows, which takes 8 columns of y */
+  GEMM_FEW_COLS = 8,
   GEMM_FEW_ROWS = 4,
   GEMM_FEW_WARPS = 16,
   GEMM_FEW_AHEAD = 8, /* loads of a thread under way together */
-  GEMM_FEW_SHARED = 2 * GEMM_FEW_WARPS * GEMM_FEW_ROWS * 16 * 4,
+  GEMM_FEW_SHARED = 2 * GEMM_FEW_WARPS * GEMM_FEW_ROWS * GEMM_FEW_COLS * 4,
 
   /* pds_cu_gemm.free */
   GEMM_STAGES_MASK = 7, /* of the tile kernels' pipeline */
