@@ -7,6 +7,7 @@
 enum { TILES = 3 };
 static const uint32_t tile_rows[TILES] = {128, 64, 32};
 static const uint32_t tile_time[TILES] = {8, 5, 4};
+enum { GROUP_TIME = 5 }; /* of Hopper's kernels, which have the first one's tiles */
 
 static uint32_t parts_of(uint32_t n, uint32_t size) {
   return (n + size - 1) / size;
@@ -107,6 +108,10 @@ static uint32_t tiles_of(const pds_cu_gemm *g, uint32_t i, uint32_t rows) {
   return parts_of(rows_of(g, i), rows) * parts_of(panels_of(g), GEMM_TILE_PANELS);
 }
 
+static int has_groups(const pds_cu_device *device, const pds_cu_gemm *g) {
+  return device->compute == 90 && GEMM_GROUP_SHARED(bits_of(g)) <= device->shared_most;
+}
+
 /* The tile that is done first. */
 static uint32_t best_tile(const pds_cu_device *device, const pds_cu_gemm *g) {
   uint32_t best = 0;
@@ -114,7 +119,8 @@ static uint32_t best_tile(const pds_cu_device *device, const pds_cu_gemm *g) {
   for (uint32_t t = 0; t < TILES; t++) {
     uint64_t tiles = 0;
     for (uint32_t i = 0; i < matrices(g); i++) tiles += tiles_of(g, i, tile_rows[t]);
-    const uint64_t time = (tiles + device->sms - 1) / device->sms * tile_time[t];
+    const uint32_t one = t == 0 && has_groups(device, g) ? GROUP_TIME : tile_time[t];
+    const uint64_t time = (tiles + device->sms - 1) / device->sms * one;
     if (time < least) {
       least = time;
       best = t;
@@ -147,6 +153,14 @@ static pds_cu_launch tiled(const pds_cu_device *device, pds_cu_gemm *g) {
     tiles += tiles_of(g, i, rows);
   }
   if (!g->n_holes) tiles = tiles_of(g, 0, rows);
+  if (tile == 0 && has_groups(device, g)) {
+    return (pds_cu_launch){.kernel = bits == 16  ? PDS_CU_gemm_group_bf16_128
+                                     : bits == 8 ? PDS_CU_gemm_group_i8_128
+                                                 : PDS_CU_gemm_group_i4_128,
+                           .grid = {tiles, g->n_holes ? 1 : g->count, 1},
+                           .threads = GEMM_TILE_THREADS,
+                           .shared_bytes = GEMM_GROUP_SHARED(bits)};
+  }
   return (pds_cu_launch){.kernel = (pds_cu_kernel)(first + tile),
                          .grid = {tiles, g->n_holes ? 1 : g->count, 1},
                          .threads = GEMM_TILE_THREADS,

@@ -50,6 +50,46 @@ PDS_FN void gemm_stream_finish(const pds_cu_gemm *p, const gemm_part *part, floa
   if ((of + 1) * 2 >= gemm_panels(p)) gemm_zero_pad(p, part, 0, part->rows);
 }
 
+/* Two products' sums for a row of x, rows 8 i + 2 t + e, as four columns. */
+PDS_FN void gemm_group_four(float (*sum)[64], uint32_t i, uint32_t e, float *of) {
+  of[0] = sum[0][i * 4 + e];
+  of[1] = sum[0][i * 4 + 2 + e];
+  of[2] = sum[1][i * 4 + e];
+  of[3] = sum[1][i * 4 + 2 + e];
+}
+
+/* The end of a kernel of gemm_group.h: lanes have four columns of a panel, and four lanes a panel's
+ * row, so y is written from registers. Rows from low on, panels from first on; y_at: of each row. */
+PDS_FN void gemm_group_finish(const pds_cu_gemm *p, const gemm_part *part, const uint64_t *y_at,
+                              float (*sum)[64], uint32_t low, uint32_t first) {
+  const uint32_t g = PDS_LANE / 4, t = PDS_LANE % 4, rows = part->rows - low;
+  const uint32_t panel = first + PDS_WARP * 2 + g % 2;
+  const uint32_t col = (p->swiglu ? panel / 2 : panel) * 16 + g / 2 * 4;
+  PDS_UNROLL
+  for (uint32_t i = 0; i < 16; i++) {
+    float of[2][4];
+    gemm_group_four(sum, i, 0, of[0]);
+    gemm_group_four(sum, i, 1, of[1]);
+    const uint32_t row = i * 8 + t * 2;
+    if (p->swiglu) {
+      /* gate is with even g, up with odd g: each takes the other's for one of the two rows */
+      float y[4];
+      PDS_UNROLL
+      for (uint32_t c = 0; c < 4; c++) {
+        const float other = pds_shfl_xor(g % 2 ? of[0][c] : of[1][c], 4);
+        y[c] = g % 2 ? gemm_silu(other) * of[1][c] : gemm_silu(of[0][c]) * other;
+      }
+      const uint32_t mine = row + g % 2;
+      if (mine < rows && col < p->cols) gemm_put4(p, part->y, y_at[mine] + col, col, y);
+    } else if (col < p->cols) {
+      if (row < rows) gemm_put4(p, part->y, y_at[row] + col, col, of[0]);
+      if (row + 1 < rows) gemm_put4(p, part->y, y_at[row + 1] + col, col, of[1]);
+    }
+  }
+  if (gemm_panels(p) - first <= GEMM_TILE_PANELS)
+    gemm_zero_pad(p, part, low, gemm_min(low + GEMM_GROUP_ROWS, part->rows));
+}
+
 #define GEMM_CAT_(a, b) a##b
 #define GEMM_CAT(a, b) GEMM_CAT_(a, b)
 #define GEMM_N(name) GEMM_CAT(GEMM_CAT(gemm_, name), GEMM_CAT(_, GEMM_BITS))
@@ -57,13 +97,16 @@ PDS_FN void gemm_stream_finish(const pds_cu_gemm *p, const gemm_part *part, floa
 
 #define GEMM_BITS 16
 #define GEMM_STREAM pds_cu_gemm_stream_bf16
+#define GEMM_GROUP_TILE pds_cu_gemm_group_bf16_128
 #define GEMM_TILE(rows) GEMM_CAT(pds_cu_gemm_bf16_, rows)
 #include "gemm_format.h"
 #define GEMM_BITS 8
 #define GEMM_STREAM pds_cu_gemm_stream_i8
+#define GEMM_GROUP_TILE pds_cu_gemm_group_i8_128
 #define GEMM_TILE(rows) GEMM_CAT(pds_cu_gemm_i8_, rows)
 #include "gemm_format.h"
 #define GEMM_BITS 4
 #define GEMM_STREAM pds_cu_gemm_stream_i4
+#define GEMM_GROUP_TILE pds_cu_gemm_group_i4_128
 #define GEMM_TILE(rows) GEMM_CAT(pds_cu_gemm_i4_, rows)
 #include "gemm_format.h"

@@ -16,6 +16,9 @@ enum {
   GEMM_TILE_STAGES = 4,                        /* at most; at least 2 */
   GEMM_TILE_LINE = GEMM_TILE_PANELS * 16 + 16, /* floats from a row of sums to the next */
 
+  GEMM_GROUP_ROWS = 128, /* of a block of Hopper's tile kernels, with as many panels and threads */
+  GEMM_GROUP_STAGES = 4, /* one at work, one whose last products may still be, two under way */
+
   GEMM_SCALAR_ROWS = 64, /* of a block of the scalar kernel, which takes 4 panels */
   GEMM_SCALAR_PANELS = 4,
   GEMM_SCALAR_K = 16,
@@ -54,6 +57,10 @@ enum {
 #define GEMM_TILE_STAGE(rows, bits)                                                                \
   ((rows) * GEMM_TILE_K * 2 +                                                                      \
    GEMM_TILE_PANELS * (GEMM_TILE_K * 2 * (bits) + GEMM_TILE_SCALES(bits)))
+
+/* Hopper's tile kernels: stages that begin at multiples of 1024 bytes, then where each row goes. */
+#define GEMM_GROUP_STAGE(bits) ((GEMM_TILE_STAGE(GEMM_GROUP_ROWS, bits) + 1023) / 1024 * 1024)
+#define GEMM_GROUP_SHARED(bits) (GEMM_GROUP_STAGES * GEMM_GROUP_STAGE(bits) + GEMM_GROUP_ROWS * 8)
 
 /* And of what is written last: 16 rows of a warp, or of two, then where each row goes. */
 #define GEMM_TILE_END(rows) (((rows) > 32 ? 32 : 16) * GEMM_TILE_LINE * 4 + (rows) * 8)
