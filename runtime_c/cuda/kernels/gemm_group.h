@@ -11,20 +11,18 @@
 
 #define GEMM_STAGE_BYTES GEMM_GROUP_STAGE(GEMM_BITS)
 
-/* A stage's x and weights, in the background. x: this thread's 16 bytes, number tid % 8 of eight, of
- * rows tid / 8 + 32 i, or NULL. */
-PDS_FN void GEMM_N(group_fetch)(const pds_cu_gemm *p, const uint8_t *const *x, const uint8_t *w,
-                                uint32_t panels, uint32_t number, uint32_t x_end) {
-  uint8_t *to = PDS_SHARED + number % GEMM_GROUP_STAGES * GEMM_STAGE_BYTES;
-  const uint32_t piece = PDS_TID % 8, k = number * GEMM_TILE_K;
+/* A stage's x, in the background; zeros if not `valid`. x: this thread's 16 bytes, number tid % 8 of
+ * eight, of rows tid / 8 + 32 i, or NULL. */
+PDS_FN void GEMM_N(group_fetch_x)(const pds_cu_gemm *p, uint8_t *to, const uint8_t *const *x,
+                                  uint32_t number, uint32_t x_end, int valid) {
+  const uint32_t row = PDS_TID / 8, piece = PDS_TID % 8, k = number * GEMM_TILE_K;
+  const int inside = valid && k + piece * 8 < x_end;
+  uint8_t *mine = to + row * 128 + ((piece ^ (row & 7)) * 16);
   PDS_UNROLL
   for (uint32_t i = 0; i < GEMM_GROUP_ROWS / 32; i++) {
-    const uint32_t row = PDS_TID / 8 + i * 32;
-    const int valid = x[i] && k + piece * 8 < x_end;
-    pds_copy16(to + row * 128 + ((piece ^ (row & 7)) * 16),
-               valid ? x[i] + k * 2 : (const uint8_t *)p->x, valid);
+    const int there = inside && x[i];
+    pds_copy16(mine + i * 32 * 128, there ? x[i] + k * 2 : (const uint8_t *)p->x, there);
   }
-  GEMM_N(fetch)(p, to + GEMM_GROUP_ROWS * 128, w, panels, number);
 }
 
 /* A lane's operands for 16 k, number `step` of a stage: a[0] and a[1], of two products. */
@@ -55,10 +53,13 @@ GEMM_KERNEL(GEMM_GROUP_TILE, GEMM_TILE_THREADS) {
     x[i] = row < part.rows ? part.x + gemm_x_at(p, &part, row) * 2 + PDS_TID % 8 * 16 : 0;
   }
 
-  GEMM_N(group_fetch)(p, x, w, panels, 0, x_end);
-  pds_copy_commit();
-  if (numbers > 1) GEMM_N(group_fetch)(p, x, w, panels, 1, x_end);
-  pds_copy_commit();
+  PDS_UNROLL
+  for (uint32_t i = 0; i < 2; i++) {
+    uint8_t *to = PDS_SHARED + i * GEMM_STAGE_BYTES;
+    GEMM_N(group_fetch_x)(p, to, x, i, x_end, i < numbers);
+    GEMM_N(fetch)(p, to + GEMM_GROUP_ROWS * 128, w, panels, i, i < numbers);
+    pds_copy_commit();
+  }
   uint64_t *y_at = (uint64_t *)(PDS_SHARED + GEMM_GROUP_STAGES * GEMM_STAGE_BYTES);
   if (PDS_TID < GEMM_GROUP_ROWS && low + PDS_TID < part.rows)
     y_at[PDS_TID] = gemm_y_at(p, &part, low + PDS_TID);
@@ -68,11 +69,11 @@ GEMM_KERNEL(GEMM_GROUP_TILE, GEMM_TILE_THREADS) {
     pds_copy_wait(1);
     pds_group_publish();
     pds_sync(); /* the stage is there for all, and all are done with the one before the last */
-    if (number + 2 < numbers) GEMM_N(group_fetch)(p, x, w, panels, number + 2, x_end);
-    pds_copy_commit();
+    const uint32_t next = number + 2;
+    uint8_t *to = PDS_SHARED + next % GEMM_GROUP_STAGES * GEMM_STAGE_BYTES;
     const uint8_t *x_stage = PDS_SHARED + number % GEMM_GROUP_STAGES * GEMM_STAGE_BYTES;
     const uint8_t *w_stage = x_stage + GEMM_GROUP_ROWS * 128;
-    /* products of one step run while the next one's operands are read */
+    /* products of one step run while the next one's operands are read, and more is asked for */
     uint32_t a[2][2][4], scale[4];
     GEMM_N(group_operands)(w_stage, 0, scale, a[0]);
     PDS_UNROLL
@@ -81,10 +82,13 @@ GEMM_KERNEL(GEMM_GROUP_TILE, GEMM_TILE_THREADS) {
       pds_group_mma(sum[0], a[step % 2][0], x_stage + step * 32, number + step > 0);
       pds_group_mma(sum[1], a[step % 2][1], x_stage + step * 32, number + step > 0);
       pds_group_commit();
+      if (step == 0) GEMM_N(group_fetch_x)(p, to, x, next, x_end, next < numbers);
+      if (step == 1) GEMM_N(fetch)(p, to + GEMM_GROUP_ROWS * 128, w, panels, next, next < numbers);
       pds_group_wait(1);
       if (step + 1 < GEMM_TILE_K / 16)
         GEMM_N(group_operands)(w_stage, step + 1, scale, a[(step + 1) % 2]);
     }
+    pds_copy_commit();
   }
   pds_group_wait(0);
   gemm_group_finish(p, &part, y_at, sum, low, first);
