@@ -117,6 +117,9 @@ PDS_FN float pds_exp(float x) {
 PDS_FN float pds_exp_fast(float x) {
   return expf(x);
 }
+PDS_FN float pds_div_fast(float a, float b) {
+  return a / b;
+}
 PDS_FN float pds_rsqrt(float x) {
   return 1.0f / sqrtf(x);
 }

@@ -53,6 +53,7 @@ class Case:
     y_extra: int = 0  # columns of y after max(cols, pad)
     sms: int = 132
     shared_most: int = 227 << 10
+    compute: int = 80
     kernel: str = ""  # what is to be launched: "few", "stream_bf16", ...
     seed: int = field(default=1, compare=False)
 
@@ -172,7 +173,7 @@ def check(case: Case) -> np.ndarray:
         p.holes[i].first, p.holes[i].rows = first, n
         first += n
 
-    device = simt.device(sms=case.sms, shared_most=case.shared_most, compute=90)
+    device = simt.device(sms=case.sms, shared_most=case.shared_most, compute=case.compute)
     shape = simt.library().pds_cu_shape_gemm(device, p)
     name = simt.kernels()[int(shape.kernel)].removeprefix("gemm_")
     if case.kernel:
@@ -217,6 +218,14 @@ def few() -> Iterator[Case]:
             kernel=kernel,
         )  # fmt: skip
         yield Case(w, rows=(2, 0, 9), k=160, cols=72, experts=True, scatter=True, kernel=kernel)
+        # blocks with more than one pair of panels: x stays with them, or comes again
+        yield Case(w, rows=3, k=320, cols=233, bias=True, sms=1, kernel=kernel)
+        yield Case(w, rows=16, k=32, cols=264, sms=1, kernel=kernel)
+        yield Case(w, rows=12, k=1088, cols=200, sms=1, shared_most=99 << 10, kernel=kernel)
+        yield Case(
+            w, rows=(9, 1, 0), k=544, cols=88, swiglu=True, experts=True, gather=2, pad=96, sms=1,
+            kernel=kernel,
+        )  # fmt: skip
     for w in ("f32", "bf16", "i8", "i4"):
         act = "bf16" if w == "f32" else "f32"
         yield Case(w, act, rows=6, k=72, cols=24, bias=True, kernel="few")
@@ -249,6 +258,21 @@ def many() -> Iterator[Case]:
         yield Case(
             w, rows=(120, 99), k=64, cols=40, swiglu=True, experts=True, pad=64, sms=1,
             kernel=f"{w}_128",
+        )  # fmt: skip
+        # Hopper's
+        for rows, k, cols in ((128, 64, 256), (100, 40, 24), (257, 352, 264), (300, 128, 40)):
+            yield Case(w, rows=rows, k=k, cols=cols, sms=1, compute=90, kernel=f"group_{w}_128")
+        yield Case(
+            w, rows=120, k=200, cols=23, out=ADD, bias=True, y_extra=2, sms=1, compute=90,
+            kernel=f"group_{w}_128",
+        )  # fmt: skip
+        yield Case(
+            w, rows=70, k=32, cols=24, out=ACT, bias=True, pad=32, heads=2, sms=1, compute=90,
+            kernel=f"group_{w}_128",
+        )  # fmt: skip
+        yield Case(
+            w, rows=(0, 120, 135), k=608, cols=136, swiglu=True, experts=True, gather=2,
+            scatter=True, pad=160, sms=1, compute=90, kernel=f"group_{w}_128",
         )  # fmt: skip
     yield Case(rows=300, k=32, cols=272, sms=1)
     for w in ("f32", "bf16", "i8", "i4"):

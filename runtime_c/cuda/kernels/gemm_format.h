@@ -1,9 +1,11 @@
 /* gemm_format.h: the tensor-core kernels on one format of weights. No include guard: gemm.cu
- * includes it for each, with GEMM_BITS, and the kernels' names in GEMM_STREAM and GEMM_TILE(rows of
- * a block). */
+ * includes it for each, with GEMM_BITS, and the kernels' names in GEMM_STREAM, GEMM_GROUP_TILE and
+ * GEMM_TILE(rows of a block). */
 #include "gemm_stream.h"
 
 #include "gemm_tile_parts.h"
+
+#include "gemm_group.h"
 
 #define GEMM_ROWS 128
 #define GEMM_WARP_ROWS 2
@@ -23,4 +25,5 @@
 
 #undef GEMM_BITS
 #undef GEMM_STREAM
+#undef GEMM_GROUP_TILE
 #undef GEMM_TILE

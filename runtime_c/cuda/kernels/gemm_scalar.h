@@ -126,45 +126,40 @@ PDS_KERNEL(pds_cu_gemm_scalar, pds_cu_gemm, GEMM_SCALAR_THREADS) {
     gemm_zero_pad(p, &part, low, gemm_min(low + GEMM_SCALAR_ROWS, part.rows));
 }
 
-/* Four columns of a few rows from one panel: sum[row][column] of the lane's share of k. The block's
- * lanes, in fours, take 64-byte rows of the panel in turn: of fp32 weights, a k each. */
+/* Four columns of a few rows from one panel: sum[row][column] of the lane's share of k. `panel`:
+ * from these columns on. The block's lanes, in pairs, take 64-byte rows of the panel in turn: of fp32
+ * weights, a k each. Here x is fp32 too. */
 PDS_FN void gemm_few_f32(const pds_cu_gemm *p, const uint8_t *const *row, uint32_t rows,
                          const uint8_t *panel, float (*sum)[4]) {
-  const uint32_t x_end = gemm_x_end(p), turns = GEMM_FEW_WARPS * 8;
-  const uint8_t *w = panel + PDS_LANE % 4 * 16;
-  for (uint32_t base = PDS_WARP * 8 + PDS_LANE / 4; base < x_end; base += turns * GEMM_FEW_AHEAD) {
+  const uint32_t x_end = gemm_x_end(p), turns = GEMM_FEW_WARPS * 16;
+  for (uint32_t base = PDS_TID / 2; base < x_end; base += turns * GEMM_FEW_AHEAD) {
     pds_u4 word[GEMM_FEW_AHEAD];
     PDS_UNROLL
-    for (uint32_t i = 0; i < GEMM_FEW_AHEAD; i++) {
-      const uint32_t k = base + i * turns;
-      const pds_u4 none = {0, 0, 0, 0};
-      word[i] = k < x_end ? pds_load16_stream(w + (uint64_t)k * 64) : none;
-    }
+    for (uint32_t i = 0; i < GEMM_FEW_AHEAD; i++)
+      word[i] = pds_load16_stream(panel + (uint64_t)gemm_min(base + i * turns, p->k_pad - 1) * 64);
     PDS_UNROLL
     for (uint32_t r = 0; r < GEMM_FEW_ROWS; r++) {
       if (r >= rows) continue;
       float x[GEMM_FEW_AHEAD];
       PDS_UNROLL
-      for (uint32_t i = 0; i < GEMM_FEW_AHEAD; i++) {
-        const uint32_t k = base + i * turns;
-        x[i] = k < x_end ? gemm_x_value(p, row[r], k) : 0;
-      }
+      for (uint32_t i = 0; i < GEMM_FEW_AHEAD; i++)
+        x[i] = ((const float *)row[r])[gemm_min(base + i * turns, x_end - 1)];
       PDS_UNROLL
       for (uint32_t i = 0; i < GEMM_FEW_AHEAD; i++) {
-        sum[r][0] = fmaf(x[i], pds_float(word[i].x), sum[r][0]);
-        sum[r][1] = fmaf(x[i], pds_float(word[i].y), sum[r][1]);
-        sum[r][2] = fmaf(x[i], pds_float(word[i].z), sum[r][2]);
-        sum[r][3] = fmaf(x[i], pds_float(word[i].w), sum[r][3]);
+        const float v = base + i * turns < x_end ? x[i] : 0;
+        sum[r][0] = fmaf(v, pds_float(word[i].x), sum[r][0]);
+        sum[r][1] = fmaf(v, pds_float(word[i].y), sum[r][1]);
+        sum[r][2] = fmaf(v, pds_float(word[i].z), sum[r][2]);
+        sum[r][3] = fmaf(v, pds_float(word[i].w), sum[r][3]);
       }
     }
   }
 }
 
 PDS_FN void gemm_few_others(const pds_cu_gemm *p, const uint8_t *const *row, uint32_t rows,
-                            const uint8_t *panel, float (*sum)[4]) {
-  const uint32_t quad = PDS_LANE % 4, shift = gemm_word_shift(p), x_end = gemm_x_end(p);
-  const uint32_t words = p->k_pad >> shift;
-  for (uint32_t at = PDS_WARP * 8 + PDS_LANE / 4; at < words; at += GEMM_FEW_WARPS * 8) {
+                            const uint8_t *panel, uint32_t quad, float (*sum)[4]) {
+  const uint32_t shift = gemm_word_shift(p), x_end = gemm_x_end(p), words = p->k_pad >> shift;
+  for (uint32_t at = PDS_TID / 2; at < words; at += GEMM_FEW_WARPS * 16) {
     const uint32_t from = at << shift;
     const pds_u4 v = pds_load16_stream(panel + (uint64_t)at * 64 + quad * 16);
     const uint32_t word[4] = {v.x, v.y, v.z, v.w};
@@ -183,14 +178,15 @@ PDS_FN void gemm_few_others(const pds_cu_gemm *p, const uint8_t *const *row, uin
   }
 }
 
-/* A panel, or a pair in swiglu, times 4 rows: k is split over the lanes and warps, and their sums
- * are added up in an order that does not depend on rows. */
+/* 8 columns of a panel, or of a pair in swiglu, times 4 rows: k is split over the lanes and warps,
+ * and their sums are added up in an order that does not depend on rows. */
 PDS_KERNEL(pds_cu_gemm_few, pds_cu_gemm, GEMM_FEW_WARPS * 32) {
   const gemm_part part = gemm_part_of(p, PDS_BLOCK_Y);
   const uint32_t low = PDS_BLOCK_Z * GEMM_FEW_ROWS;
   if (low >= part.rows) return;
   const uint32_t rows = gemm_min(part.rows - low, GEMM_FEW_ROWS), halves = p->swiglu ? 2 : 1;
-  float *parts = (float *)PDS_SHARED; /* [halves][warps][rows][16] */
+  const uint32_t quad = PDS_BLOCK_X % 2 * 2 + PDS_LANE % 2;
+  float *parts = (float *)PDS_SHARED; /* [halves][warps][rows][8] */
   const uint8_t *row[GEMM_FEW_ROWS];
   PDS_UNROLL
   for (uint32_t r = 0; r < GEMM_FEW_ROWS; r++)
@@ -198,35 +194,38 @@ PDS_KERNEL(pds_cu_gemm_few, pds_cu_gemm, GEMM_FEW_WARPS * 32) {
 
   for (uint32_t h = 0; h < halves; h++) {
     float sum[GEMM_FEW_ROWS][4];
-    const uint8_t *panel = part.w + (PDS_BLOCK_X * halves + h) * p->panel_bytes;
+    const uint8_t *panel = part.w + (PDS_BLOCK_X / 2 * halves + h) * p->panel_bytes;
     PDS_UNROLL
     for (uint32_t i = 0; i < GEMM_FEW_ROWS * 4; i++) sum[i / 4][i % 4] = 0;
-    if (p->w_dtype == PDS_CU_F32) {
-      gemm_few_f32(p, row, rows, panel, sum);
+    if (p->w_dtype == PDS_CU_F32 && p->act_dtype == PDS_CU_F32) {
+      gemm_few_f32(p, row, rows, panel + quad * 16, sum);
     } else {
-      gemm_few_others(p, row, rows, panel, sum);
+      gemm_few_others(p, row, rows, panel, quad, sum);
     }
     PDS_UNROLL
-    for (uint32_t i = 0; i < GEMM_FEW_ROWS * 4; i++) {
-      float *s = &sum[i / 4][i % 4];
+    for (uint32_t r = 0; r < GEMM_FEW_ROWS; r++) {
+      if (r >= rows) continue;
       PDS_UNROLL
-      for (uint32_t far = 4; far < 32; far *= 2) *s += pds_shfl_xor(*s, far);
-      if (PDS_LANE < 4)
-        parts[((h * GEMM_FEW_WARPS + PDS_WARP) * GEMM_FEW_ROWS + i / 4) * 16 + PDS_LANE * 4 +
-              i % 4] = *s;
+      for (uint32_t i = 0; i < 4; i++) {
+        float *s = &sum[r][i];
+        PDS_UNROLL
+        for (uint32_t far = 2; far < 32; far *= 2) *s += pds_shfl_xor(*s, far);
+        if (PDS_LANE < 2)
+          parts[((h * GEMM_FEW_WARPS + PDS_WARP) * GEMM_FEW_ROWS + r) * 8 + PDS_LANE * 4 + i] = *s;
+      }
     }
   }
   pds_sync();
-  if (PDS_TID < rows * 16) {
+  if (PDS_TID < rows * 8) {
     float total[2] = {0, 0};
     PDS_UNROLL
     for (uint32_t i = 0; i < 2 * GEMM_FEW_WARPS; i++) {
       if (i / GEMM_FEW_WARPS < halves)
-        total[i / GEMM_FEW_WARPS] += parts[i * GEMM_FEW_ROWS * 16 + PDS_TID];
+        total[i / GEMM_FEW_WARPS] += parts[i * GEMM_FEW_ROWS * 8 + PDS_TID];
     }
-    const uint32_t col = PDS_BLOCK_X * 16 + PDS_TID % 16;
-    const uint64_t at = gemm_y_at(p, &part, low + PDS_TID / 16) + col;
+    const uint32_t col = PDS_BLOCK_X * 8 + PDS_TID % 8;
+    const uint64_t at = gemm_y_at(p, &part, low + PDS_TID / 8) + col;
     gemm_put(p, part.y, at, col, p->swiglu ? gemm_silu(total[0]) * total[1] : total[0]);
   }
-  if (PDS_BLOCK_X * 16 + 16 >= p->cols) gemm_zero_pad(p, &part, low, low + rows);
+  if (PDS_BLOCK_X * 8 + 8 >= p->cols) gemm_zero_pad(p, &part, low, low + rows);
 }

@@ -63,7 +63,7 @@ GEMM_KERNEL(GEMM_TILE(GEMM_ROWS), GEMM_TILE_THREADS) {
         pds_copy16(to + row * 128 + ((piece ^ (row & 7)) * 16),
                    valid ? x[i] + k * 2 : (const uint8_t *)p->x, valid);
       }
-      GEMM_N(fetch)(p, to + GEMM_ROWS * 128, w, panels, fetched);
+      GEMM_N(fetch)(p, to + GEMM_ROWS * 128, w, panels, fetched, 1);
       fetched++;
       into = into + 1 == stages ? 0 : into + 1;
     }

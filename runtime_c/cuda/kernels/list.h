@@ -28,13 +28,16 @@
   X(attend_mla_small, pds_cu_attention, 256)                                                       \
   X(attend_mla_64, pds_cu_attention, 256)
 
-/* gemm.cu: scalar ones, stream kernels, and tiles of 128, 64 and 32 rows */
+/* gemm.cu: scalar ones, stream kernels, Hopper's tiles, and tiles of 128, 64 and 32 rows */
 #define PDS_CU_GEMM_KERNELS(X)                                                                     \
   X(gemm_scalar, pds_cu_gemm, 256)                                                                 \
   X(gemm_few, pds_cu_gemm, 512)                                                                    \
   X(gemm_stream_bf16, pds_cu_gemm, 512)                                                            \
   X(gemm_stream_i8, pds_cu_gemm, 512)                                                              \
   X(gemm_stream_i4, pds_cu_gemm, 512)                                                              \
+  X(gemm_group_bf16_128, pds_cu_gemm, 256)                                                         \
+  X(gemm_group_i8_128, pds_cu_gemm, 256)                                                           \
+  X(gemm_group_i4_128, pds_cu_gemm, 256)                                                           \
   X(gemm_bf16_128, pds_cu_gemm, 256)                                                               \
   X(gemm_bf16_64, pds_cu_gemm, 256)                                                                \
   X(gemm_bf16_32, pds_cu_gemm, 256)                                                                \
