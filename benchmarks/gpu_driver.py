@@ -101,7 +101,8 @@ def cubin(source: str, arch: int, into: Path) -> bytes:
         program, size = c_void_p(), c_size_t()
         name = source.encode()
         library.nvrtcCreateProgram(ctypes.byref(program), path.read_bytes(), name, 0, None, None)
-        flags = [f"--gpu-architecture=sm_{arch}", "--std=c++17", f"-I{ROOT}", f"-I{KERNELS}"]
+        target = "sm_90a" if arch == 90 else f"sm_{arch}"
+        flags = [f"--gpu-architecture={target}", "--std=c++17", f"-I{ROOT}", f"-I{KERNELS}"]
         options = (ctypes.c_char_p * len(flags))(*[f.encode() for f in flags])
         failed = library.nvrtcCompileProgram(program, len(flags), options)
         library.nvrtcGetProgramLogSize(program, ctypes.byref(size))

@@ -11,6 +11,7 @@ Needs a GPU, torch, a C compiler, and NVRTC (torch brings it; else nvcc). Reads 
 runtime_c; imports nothing of pdscope.
 
     python benchmarks/gpu_gemm.py [--quick] [--models qwen3,mixtral] [--dtypes bf16,i8]
+        [--define NAME=VALUE]...
 """
 
 import argparse
@@ -87,7 +88,7 @@ def run(command: list[str]) -> None:
         sys.exit(f"gpu_gemm: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 
 
-def launcher(into: Path) -> ctypes.CDLL:
+def launcher(into: Path, defines: list[str]) -> ctypes.CDLL:
     """launch_gemm.c as a library."""
     found = (shutil.which(name) for name in ("cc", "gcc", "clang"))
     compiler = next((c for c in found if c), None)
@@ -100,9 +101,8 @@ def launcher(into: Path) -> ctypes.CDLL:
     )
     library = into / "launch.so"
     sources = [str(ROOT / "cuda" / "launch_gemm.c"), str(size)]
-    run(
-        [compiler, "-std=c11", "-O2", "-fPIC", "-shared", f"-I{ROOT}", *sources, "-o", str(library)]
-    )
+    flags = ["-std=c11", "-O2", "-fPIC", "-shared", f"-I{ROOT}", *(f"-D{d}" for d in defines)]
+    run([compiler, *flags, *sources, "-o", str(library)])
     loaded = ctypes.CDLL(str(library))
     loaded.pds_cu_shape_gemm.restype = Launch
     if loaded.gemm_bytes() != ctypes.sizeof(Gemm):
@@ -126,15 +126,17 @@ def nvrtc() -> ctypes.CDLL | None:
     return None
 
 
-def cubin(arch: int, into: Path) -> bytes:
-    """gemm.cu for sm_<arch>."""
+def cubin(arch: int, into: Path, defines: list[str]) -> bytes:
+    """gemm.cu for sm_<arch>, with Hopper's own instructions."""
+    target = "90a" if arch == 90 else str(arch)
+    own = [f"-I{ROOT}", f"-I{ROOT / 'cuda' / 'kernels'}", *(f"-D{d}" for d in defines)]
     source = ROOT / "cuda" / "kernels" / "gemm.cu"
     library = nvrtc()
     if library is not None:
         program = c_void_p()
         text = source.read_bytes()
         library.nvrtcCreateProgram(ctypes.byref(program), text, b"gemm.cu", 0, None, None)
-        flags = [f"--gpu-architecture=sm_{arch}", "--std=c++17", f"-I{ROOT}", f"-I{source.parent}"]
+        flags = [f"--gpu-architecture=sm_{target}", "--std=c++17", *own]
         options = (ctypes.c_char_p * len(flags))(*[f.encode() for f in flags])
         failed = library.nvrtcCompileProgram(program, len(flags), options)
         size = c_size_t()
@@ -151,7 +153,8 @@ def cubin(arch: int, into: Path) -> bytes:
     if compiler is None:
         sys.exit("gpu_gemm: neither NVRTC nor nvcc compiles the kernels: install nvidia-cuda-nvrtc")
     out = into / "gemm.cubin"
-    flags = [f"-arch=sm_{arch}", "-std=c++17", "-cubin", f"-I{ROOT}", f"-I{source.parent}"]
+    code = f"-gencode=arch=compute_{target},code=sm_{target}"
+    flags = [code, "-std=c++17", "-cubin", *own]
     run([compiler, *flags, "-o", str(out), str(source)])
     return out.read_bytes()
 
@@ -164,7 +167,7 @@ def kernel_names() -> list[str]:
 class Gpu:
     """The kernels, loaded into torch's context."""
 
-    def __init__(self, torch: Any, into: Path) -> None:
+    def __init__(self, torch: Any, into: Path, defines: list[str]) -> None:
         self.torch = torch
         torch.zeros(1, device="cuda")  # makes the context current
         properties = torch.cuda.get_device_properties(0)
@@ -173,9 +176,9 @@ class Gpu:
         most = c_int()
         self.call("cuDeviceGetAttribute", ctypes.byref(most), 97, 0)  # shared memory, opted in
         self.device = Device(properties.multi_processor_count, most.value, arch)
-        self.launcher = launcher(into)
+        self.launcher = launcher(into, defines)
         module = c_void_p()
-        self.call("cuModuleLoadData", ctypes.byref(module), cubin(arch, into))
+        self.call("cuModuleLoadData", ctypes.byref(module), cubin(arch, into, defines))
         self.module, self.names = module, kernel_names()
         self.functions: dict[int, c_void_p] = {}
 
@@ -500,6 +503,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", default=None, help="of " + ",".join(MODELS))
     parser.add_argument("--dtypes", default=",".join(NAMES), help="of " + ",".join(NAMES))
     parser.add_argument("--repeats", type=int, default=None, help="replays a case (20; quick: 7)")
+    parser.add_argument(
+        "--define", action="append", default=[], metavar="NAME=VALUE",
+        help="of the kernels and the launcher: compares variants of gemm_shape.h's sizes",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, default=None, help="also write the results there")
     asked = parser.parse_args()
     asked.models = (asked.models or ("qwen3" if asked.quick else ",".join(MODELS))).split(",")
@@ -521,7 +528,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_gemm: torch finds no GPU")
     with tempfile.TemporaryDirectory() as folder:
-        gpu = Gpu(torch, Path(folder))
+        gpu = Gpu(torch, Path(folder), asked.define)
     torch.manual_seed(1)
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {asked.repeats} repeats")
     bench = Bench(gpu, ceilings(torch, asked.repeats), asked.repeats, [])

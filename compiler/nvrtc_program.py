@@ -52,7 +52,8 @@ def compile_program(
     if made:
         raise CompileError(f"nvrtcCreateProgram: error {made}")
     try:
-        given = [f"--gpu-architecture={arch}".encode(), *(s.encode() for s in options)]
+        target = "sm_90a" if arch == "sm_90" else arch  # with the instructions that only it has
+        given = [f"--gpu-architecture={target}".encode(), *(s.encode() for s in options)]
         result = lib.nvrtcCompileProgram(handle, len(given), (ctypes.c_char_p * len(given))(*given))
         log = _result(lib, "ProgramLog", handle).rstrip(b"\0").decode(errors="replace").strip()
         if result:

@@ -89,8 +89,10 @@ PDS_FN void gemm_group_plain(const pds_cu_gemm *p, const gemm_part *part, const 
   const gemm_f4 zero = {0, 0, 0, 0};
   gemm_f4 add[8], bias = zero;
   if (p->bias) {
-    const float *b = p->bias + col;
-    bias = (gemm_f4){b[0], b[1], b[2], b[3]};
+    bias.x = p->bias[col];
+    bias.y = p->bias[col + 1];
+    bias.z = p->bias[col + 2];
+    bias.w = p->bias[col + 3];
   }
   PDS_UNROLL
   for (uint32_t turn = 0; turn < 4; turn++) {

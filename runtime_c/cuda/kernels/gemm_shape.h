@@ -2,13 +2,21 @@
 #ifndef PDS_CUDA_GEMM_SHAPE_H
 #define PDS_CUDA_GEMM_SHAPE_H
 
+/* Of the stream kernels; benchmarks/gpu_gemm.py --define compares others. */
+#ifndef GEMM_DENSE_WARPS
+#define GEMM_DENSE_WARPS 8 /* of a block, for one matrix, or heads */
+#endif
+#ifndef GEMM_EXPERT_WARPS
+#define GEMM_EXPERT_WARPS 4 /* and for experts, which have more blocks; both are even */
+#endif
+#ifndef GEMM_STREAM_AHEAD
+#define GEMM_STREAM_AHEAD 4 /* steps of a warp, one of them at work, the others under way */
+#endif
+
 enum {
   GEMM_FEW = 16, /* rows of a matrix that the stream kernels take */
 
-  GEMM_STREAM_WARPS = 16, /* of the stream kernels' blocks, where there are few; at most */
-  GEMM_DENSE_WARPS = 8,   /* for one matrix, or heads */
-  GEMM_EXPERT_WARPS = 4,  /* and for experts, which have more blocks */
-  GEMM_STREAM_AHEAD = 4,  /* steps of a warp, one of them at work, the others under way */
+  GEMM_STREAM_WARPS = 16, /* at most, of the stream kernels' blocks: where there are few */
 
   GEMM_TILE_PANELS = 16, /* of a block of the tile kernels: 256 columns of weights */
   GEMM_TILE_K = 64,      /* of a stage of their pipeline */

@@ -16,7 +16,7 @@ PDS_FN uint32_t GEMM_N(chunk)(uint32_t row, uint32_t quad, uint32_t panel) {
 PDS_FN void GEMM_N(fetch)(const pds_cu_gemm *p, uint8_t *to, const uint8_t *w, uint32_t panels,
                           uint32_t number, int valid) {
   const uint32_t chunk = PDS_TID % GEMM_CHUNKS, first = PDS_TID / GEMM_CHUNKS;
-  const uint32_t at = number * GEMM_PANEL_STAGE + chunk * 16, stride = (uint32_t)p->panel_bytes;
+  const uint32_t at = number * GEMM_PANEL_STAGE + chunk * 16;
   const int inside = valid && at < p->k_pad * 2 * GEMM_BITS;
   const uint8_t *from = inside ? w + at : w;
   uint8_t *mine = to + first * GEMM_PANEL_STAGE + GEMM_N(chunk)(chunk / 4, chunk % 4, first);
@@ -25,13 +25,13 @@ PDS_FN void GEMM_N(fetch)(const pds_cu_gemm *p, uint8_t *to, const uint8_t *w, u
     /* the step is even, or the second panel of all pairs: the place in a panel stays the same */
     const uint32_t panel = first + i * (GEMM_TILE_THREADS / GEMM_CHUNKS);
     pds_copy16(mine + (panel - first) * GEMM_PANEL_STAGE,
-               from + gemm_min(panel, panels - 1) * stride, inside);
+               from + gemm_min(panel, panels - 1) * p->panel_bytes, inside);
   }
 #if GEMM_BITS < 16
   const uint32_t pieces = GEMM_TILE_SCALES(GEMM_BITS) / 16;
   if (PDS_TID < GEMM_TILE_PANELS * pieces) {
     const uint32_t panel = PDS_TID / pieces, piece = PDS_TID % pieces;
-    const uint8_t *scales = gemm_scales(p, w) + gemm_min(panel, panels - 1) * stride;
+    const uint8_t *scales = gemm_scales(p, w) + gemm_min(panel, panels - 1) * p->panel_bytes;
     pds_copy16(to + GEMM_TILE_PANELS * GEMM_PANEL_STAGE + PDS_TID * 16,
                valid ? scales + (number * pieces + piece) * 16 : w, valid);
   }
