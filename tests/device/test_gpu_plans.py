@@ -45,7 +45,7 @@ def test_pairs(plans: PlanStore, real_gpu: None, case: dict[str, str]) -> None:
     with loaded(gpu_plan(plans, model, dtype, slots, case["kind"])) as engine:
         for policy in POLICIES:
             engine.set_policy(policy)
-            check_close(engine_run(engine), cpu, exact, dtype)
+            check_close(engine_run(engine), cpu, exact, dtype, model)
 
 
 def test_runs_are_alike(plans: PlanStore, real_gpu: None) -> None:

@@ -23,7 +23,10 @@ __all__ = ["mock"]
 MODELS = ("tiny-mixtral", "tiny-qwen3-moe", "tiny-deepseek-v2", "mixtral", "qwen", "shared")
 GROUPED = ("groups", "all-of-7")
 CASES = pairwise(
-    model=(*MODELS, *GROUPED), dtype=DTYPES, slots=("none", "few", "all"), kind=("adaptsched", "lru")
+    model=(*MODELS, *GROUPED),
+    dtype=DTYPES,
+    slots=("none", "few", "all"),
+    kind=("adaptsched", "lru"),
 )
 
 
@@ -59,6 +62,8 @@ def test_pairs(plans: PlanStore, emulated: Mock, case: dict[str, str]) -> None:
         with loaded(whole, device="cpu") as engine:
             runs.append(short_run(engine))
     cpu, exact = runs
-    with loaded(gpu_plan(plans, case["model"], case["dtype"], case["slots"], case["kind"])) as engine:
-        check_close(short_run(engine), cpu, exact, case["dtype"])
+    with loaded(
+        gpu_plan(plans, case["model"], case["dtype"], case["slots"], case["kind"])
+    ) as engine:
+        check_close(short_run(engine), cpu, exact, case["dtype"], case["model"])
     assert emulated.counter("launches") > 0

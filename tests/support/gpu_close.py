@@ -10,9 +10,11 @@ from support.gpu import Floats
 
 # fp32: rounding alone, as a share of the greatest logit (the compile-and-run issue's tolerance).
 EXACT = 5e-5
-# The others: the error against fp32 arithmetic on the model's weights, over that of the CPU plan. With
-# int8 and int4 weights the CPU rounds activations to int8 too, the GPU does not.
+# The others: the error against fp32 arithmetic on the model's weights, over that of the CPU plan,
+# which is 0.52, 0.56 and 0.71 of what transformers' own bf16 has for the trained models (that
+# issue's tolerance is 1 of it). With int8 and int4 weights the CPU rounds activations to int8 too.
 ROUNDED = 1.3
+OF_TRANSFORMERS = {"tiny-mixtral": 0.52, "tiny-qwen3-moe": 0.56, "tiny-deepseek-v2": 0.71}
 
 
 def _norm(parts: Sequence[Floats]) -> float:
@@ -26,7 +28,11 @@ def _apart(a: Sequence[Floats], b: Sequence[Floats]) -> list[Floats]:
 
 
 def check_close(
-    found: Sequence[Floats], cpu: Sequence[Floats], exact: Sequence[Floats], dtype: str
+    found: Sequence[Floats],
+    cpu: Sequence[Floats],
+    exact: Sequence[Floats],
+    dtype: str,
+    model: str = "",
 ) -> None:
     """`exact`: what the fp32 plan of the model gives on the CPU."""
     apart = _apart(found, cpu)
@@ -40,4 +46,5 @@ def check_close(
             assert float(ahead.max()) <= EXACT * greatest  # the same token, but for ties
     else:
         mine, theirs = _norm(_apart(found, exact)), _norm(_apart(cpu, exact))
-        assert mine <= ROUNDED * theirs, f"{mine:.4g}, the CPU's is {theirs:.4g}"
+        most = 1 / OF_TRANSFORMERS[model] if model in OF_TRANSFORMERS else ROUNDED
+        assert mine <= most * theirs, f"{mine:.4g}, the CPU's is {theirs:.4g}"
