@@ -150,7 +150,7 @@ def test_the_driver_says_which(mock: Mock) -> None:
     mock.reset("compute=86; driver=13000")
     assert present() == Present(("sm_86",), (13, 0), "PDScope mock GPU")
     mock.reset("compute=120; driver=12080")
-    assert present() == Present(("sm_120",), (12, 8))
+    assert present() == Present(("sm_120",), (12, 8), "PDScope mock GPU")
 
 
 def test_a_driver_without_a_gpu(mock: Mock) -> None:
