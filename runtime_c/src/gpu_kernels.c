@@ -178,7 +178,9 @@ static void set_holes(pds_cu_gemm *g, const pds_gpu_hole *holes, uint32_t n) {
 /* MID rows are in the order of EXPERT_ROWS. */
 static pds_status some_experts(const run *r, const pds_gpu_hole *holes, uint32_t n) {
   const pds_mlp *experts = &r->layer->experts;
-  const int32_t *rows = pds_buf(r->ctx, PDS_BUF_EXPERT_ROWS);
+  /* of few rows, from pinned memory: see send_rows of placement.c */
+  const int32_t *rows =
+      pds_buf(pds_gpu_tells_host(r->step) ? r->step->host : r->ctx, PDS_BUF_EXPERT_ROWS);
   void *mid = pds_buf(r->ctx, PDS_BUF_MID);
   pds_cu_gemm g;
   swiglu_of(r, &g, experts, pds_buf(r->ctx, PDS_BUF_XACT), mid);

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "gpu.h"
+#include "gpu_kernels.h"
 
 enum {
   HIT_SHARE = 8,         /* a layer's hit rate follows what happens by 1/8 a decision */
@@ -444,7 +445,7 @@ static void bind_cpu(placing *p) {
 static pds_status send_rows(placing *p) {
   const pds_plan *plan = p->gpu->plan;
   const pds_step_ctx *host = p->step->host;
-  if (!p->step->n_holes) return PDS_OK;
+  if (!p->step->n_holes || pds_gpu_tells_host(p->step)) return PDS_OK; /* kernels read the host's */
   PDS_CUDA_CALL(p->gpu, "copying an expert's rows", cuMemcpyHtoDAsync,
                 p->step->session->scratch + plan->buffer_offset[PDS_BUF_EXPERT_ROWS],
                 pds_buf(host, PDS_BUF_EXPERT_ROWS), 4 * (uint64_t)host->rows * p->program->top_k,
