@@ -154,12 +154,14 @@ static pds_cu_launch tiled(const pds_cu_device *device, pds_cu_gemm *g) {
   }
   if (!g->n_holes) tiles = tiles_of(g, 0, rows);
   if (tile == 0 && has_groups(device, g)) {
-    return (pds_cu_launch){.kernel = bits == 16  ? PDS_CU_gemm_group_bf16_128
-                                     : bits == 8 ? PDS_CU_gemm_group_i8_128
-                                                 : PDS_CU_gemm_group_i4_128,
-                           .grid = {tiles, g->n_holes ? 1 : g->count, 1},
-                           .threads = GEMM_TILE_THREADS,
-                           .shared_bytes = GEMM_GROUP_SHARED(bits)};
+    g->free |= tiles << GEMM_TURNS_SHIFT;
+    return (pds_cu_launch){
+        .kernel = bits == 16  ? PDS_CU_gemm_group_bf16_128
+                  : bits == 8 ? PDS_CU_gemm_group_i8_128
+                              : PDS_CU_gemm_group_i4_128,
+        .grid = {tiles < device->sms ? tiles : device->sms, g->n_holes ? 1 : g->count, 1},
+        .threads = GEMM_TILE_THREADS,
+        .shared_bytes = GEMM_GROUP_SHARED(bits)};
   }
   return (pds_cu_launch){.kernel = (pds_cu_kernel)(first + tile),
                          .grid = {tiles, g->n_holes ? 1 : g->count, 1},
