@@ -7,7 +7,7 @@
 enum { TILES = 3 };
 static const uint32_t tile_rows[TILES] = {128, 64, 32};
 static const uint32_t tile_time[TILES] = {8, 5, 4};
-enum { GROUP_TIME = 5 }; /* of Hopper's kernels, which have the first one's tiles */
+enum { GROUP_TIME = 4 }; /* of Hopper's kernels, which have the first one's tiles */
 
 static uint32_t parts_of(uint32_t n, uint32_t size) {
   return (n + size - 1) / size;
@@ -119,7 +119,9 @@ static uint32_t best_tile(const pds_cu_device *device, const pds_cu_gemm *g) {
   for (uint32_t t = 0; t < TILES; t++) {
     uint64_t tiles = 0;
     for (uint32_t i = 0; i < matrices(g); i++) tiles += tiles_of(g, i, tile_rows[t]);
-    const uint32_t one = t == 0 && has_groups(device, g) ? GROUP_TIME : tile_time[t];
+    /* up to 32 rows, reading weights is all: two smaller blocks together do that better */
+    const int group = t == 0 && has_groups(device, g) && most_rows(g) > tile_rows[TILES - 1];
+    const uint32_t one = group ? GROUP_TIME : tile_time[t];
     const uint64_t time = (tiles + device->sms - 1) / device->sms * one;
     if (time < least) {
       least = time;
@@ -154,12 +156,14 @@ static pds_cu_launch tiled(const pds_cu_device *device, pds_cu_gemm *g) {
   }
   if (!g->n_holes) tiles = tiles_of(g, 0, rows);
   if (tile == 0 && has_groups(device, g)) {
-    return (pds_cu_launch){.kernel = bits == 16  ? PDS_CU_gemm_group_bf16_128
-                                     : bits == 8 ? PDS_CU_gemm_group_i8_128
-                                                 : PDS_CU_gemm_group_i4_128,
-                           .grid = {tiles, g->n_holes ? 1 : g->count, 1},
-                           .threads = GEMM_TILE_THREADS,
-                           .shared_bytes = GEMM_GROUP_SHARED(bits)};
+    g->free |= tiles << GEMM_TURNS_SHIFT;
+    return (pds_cu_launch){
+        .kernel = bits == 16  ? PDS_CU_gemm_group_bf16_128
+                  : bits == 8 ? PDS_CU_gemm_group_i8_128
+                              : PDS_CU_gemm_group_i4_128,
+        .grid = {tiles < device->sms ? tiles : device->sms, g->n_holes ? 1 : g->count, 1},
+        .threads = GEMM_TILE_THREADS,
+        .shared_bytes = GEMM_GROUP_SHARED(bits)};
   }
   return (pds_cu_launch){.kernel = (pds_cu_kernel)(first + tile),
                          .grid = {tiles, g->n_holes ? 1 : g->count, 1},

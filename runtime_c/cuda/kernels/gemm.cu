@@ -4,10 +4,11 @@
  *
  * Numbers: products are summed up in fp32, in an order that depends neither on the other rows of a
  * call nor on how many experts it has. The stream kernels add up parts of k, one a warp, of which
- * experts' blocks have fewer than others; all tile kernels go through k 16 at a time, so they agree
- * to the bit. Integer weights: the stream kernels multiply a group's sum by its scale, the tile
- * kernels round weight times scale to bf16, and the scalar ones, whose products of the two are
- * exact, do neither. */
+ * experts' blocks have fewer than others; all tile kernels go through k 16 at a time, so those of
+ * one kind of tensor-core instruction (Hopper has another one for 128 rows) agree to the bit.
+ * Integer weights: the stream kernels multiply a group's sum by its scale, the tile kernels round
+ * weight times scale to bf16, and the scalar ones, whose products of the two are exact, do
+ * neither. */
 #include "device.h"
 
 #include "gemm_bits.h"
@@ -50,6 +51,22 @@ PDS_FN void gemm_stream_finish(const pds_cu_gemm *p, const gemm_part *part, floa
   if ((of + 1) * 2 >= gemm_panels(p)) gemm_zero_pad(p, part, 0, part->rows);
 }
 
+/* A tile of a kernel of gemm_group.h: rows from low on, panels from first on. */
+typedef struct gemm_tile {
+  gemm_part part;
+  uint32_t low, first;
+} gemm_tile;
+PDS_FN gemm_tile gemm_group_at(const pds_cu_gemm *p, uint32_t tile) {
+  const uint32_t matrix = p->n_holes ? gemm_hole_of(p, tile) : PDS_BLOCK_Y;
+  gemm_tile at;
+  at.part = gemm_part_of(p, matrix);
+  if (p->n_holes) tile -= p->holes[matrix].tile;
+  const uint32_t row_tiles = (at.part.rows + GEMM_GROUP_ROWS - 1) / GEMM_GROUP_ROWS;
+  at.low = tile % row_tiles * GEMM_GROUP_ROWS;
+  at.first = tile / row_tiles * GEMM_TILE_PANELS;
+  return at;
+}
+
 /* Two products' sums for a row of x, rows 8 i + 2 t + e, as four columns. */
 PDS_FN void gemm_group_four(float (*sum)[64], uint32_t i, uint32_t e, float *of) {
   of[0] = sum[0][i * 4 + e];
@@ -58,8 +75,7 @@ PDS_FN void gemm_group_four(float (*sum)[64], uint32_t i, uint32_t e, float *of)
   of[3] = sum[1][i * 4 + 2 + e];
 }
 
-/* The ends of a kernel of gemm_group.h: rows from low on, panels from first on; y_at: of each row.
- * Where all columns are y's, and aligned, y is written from registers: lanes have four columns of a
+/* The ends of a tile: y_at: of each row. Where all columns are y's, and aligned, y is written from registers: lanes have four columns of a
  * panel, and four lanes a panel's row. */
 PDS_FN void gemm_group_swiglu(const gemm_part *part, const uint64_t *y_at, float (*sum)[64],
                               uint32_t low, uint32_t first) {
@@ -121,49 +137,47 @@ PDS_FN void gemm_group_plain(const pds_cu_gemm *p, const gemm_part *part, const 
   }
 }
 
-/* Otherwise through shared memory, 64 rows at a time. */
+/* Otherwise through shared memory, 16 rows at a time. */
 PDS_FN void gemm_group_edge(const pds_cu_gemm *p, const gemm_part *part, const uint64_t *y_at,
-                            float (*sum)[64], uint32_t low, uint32_t first) {
+                            float *line, float (*sum)[64], uint32_t low, uint32_t first) {
   const uint32_t g = PDS_LANE / 4, t = PDS_LANE % 4, rows = part->rows - low;
   const uint32_t cols = GEMM_TILE_PANELS * 16 / (p->swiglu ? 2 : 1);
-  float *line = (float *)PDS_SHARED, *to = line + (PDS_WARP * 2 + g % 2) * 16 + g / 2 * 4;
-  pds_copy_wait(0);
+  float *to = line + (PDS_WARP * 2 + g % 2) * 16 + g / 2 * 4;
   PDS_UNROLL
-  for (uint32_t half = 0; half < 2; half++) {
+  for (uint32_t turn = 0; turn < GEMM_GROUP_ROWS / 16; turn++) {
     pds_sync();
     PDS_UNROLL
-    for (uint32_t j = 0; j < 16; j++) {
+    for (uint32_t j = 0; j < 4; j++) {
       float of[4];
-      gemm_group_four(sum, half * 8 + j / 2, j % 2, of);
+      gemm_group_four(sum, turn * 2 + j / 2, j % 2, of);
       const gemm_f4 v = {of[0], of[1], of[2], of[3]};
       *(gemm_f4 *)(to + (j / 2 * 8 + t * 2 + j % 2) * GEMM_TILE_LINE) = v;
     }
     pds_sync();
-    for (uint32_t i = PDS_TID; i < 64 * cols; i += GEMM_TILE_THREADS) {
-      const uint32_t row = half * 64 + i / cols, in = i % cols,
-                     col = first * 16 / (p->swiglu ? 2 : 1);
+    for (uint32_t i = PDS_TID; i < 16 * cols; i += GEMM_TILE_THREADS) {
+      const uint32_t row = turn * 16 + i / cols, in = i % cols;
       if (row >= rows) break;
-      const float *from = line + i / cols * GEMM_TILE_LINE;
-      const float *gate = from + in / 16 * 32 + in % 16;
+      const uint32_t col = first * 16 / (p->swiglu ? 2 : 1) + in;
+      const float *from = line + i / cols * GEMM_TILE_LINE, *gate = from + in / 16 * 32 + in % 16;
       const float v = p->swiglu ? gemm_silu_fast(gate[0]) * gate[16] : from[in];
-      gemm_put(p, part->y, y_at[row] + col + in, col + in, v);
+      gemm_put(p, part->y, y_at[row] + col, col, v);
     }
   }
   if (gemm_panels(p) - first <= GEMM_TILE_PANELS)
     gemm_zero_pad(p, part, low, gemm_min(low + GEMM_GROUP_ROWS, part->rows));
 }
 
-PDS_FN void gemm_group_finish(const pds_cu_gemm *p, const gemm_part *part, const uint64_t *y_at,
-                              float (*sum)[64], uint32_t low, uint32_t first) {
-  const uint32_t last =
-      first + GEMM_TILE_PANELS; /* after which y, if act, may have zeros to come */
+PDS_FN void gemm_group_finish(const pds_cu_gemm *p, uint32_t tile, const uint64_t *y_at,
+                              float *line, float (*sum)[64]) {
+  const gemm_tile at = gemm_group_at(p, tile);
+  const uint32_t last = at.first + GEMM_TILE_PANELS; /* y, if act, may have zeros after it */
   const int whole = last * 16 <= p->cols * (p->swiglu ? 2 : 1) && p->free & GEMM_Y_ALIGNED;
   if (!whole || (last == gemm_panels(p) && p->pad > p->cols)) {
-    gemm_group_edge(p, part, y_at, sum, low, first);
+    gemm_group_edge(p, &at.part, y_at, line, sum, at.low, at.first);
   } else if (p->swiglu) {
-    gemm_group_swiglu(part, y_at, sum, low, first);
+    gemm_group_swiglu(&at.part, y_at, sum, at.low, at.first);
   } else {
-    gemm_group_plain(p, part, y_at, sum, low, first);
+    gemm_group_plain(p, &at.part, y_at, sum, at.low, at.first);
   }
 }
 

@@ -42,13 +42,27 @@ typedef struct gemm_fetch {
 
 PDS_FN void gemm_fetch_stage(const pds_cu_gemm *p, const gemm_fetch *f, uint32_t base,
                              uint32_t x_end, float *x, float *w) {
+  const uint32_t k = base + f->w_k, x_k = base + f->x_k;
+  PDS_UNROLL
+  for (uint32_t i = 0; i < 4; i++) x[i] = w[i] = 0;
+  if (p->w_dtype == PDS_CU_F32 && p->act_dtype == PDS_CU_F32) { /* gates: nothing to decode */
+    PDS_UNROLL
+    for (uint32_t i = 0; i < 4; i++) {
+      if (f->row && x_k + i < x_end) x[i] = ((const float *)f->row)[x_k + i];
+    }
+    if (!f->panel || k >= p->k_pad) return;
+    const pds_u4 v = pds_load16(f->panel + (uint64_t)k * 64 + f->quad * 16);
+    w[0] = pds_float(v.x);
+    w[1] = pds_float(v.y);
+    w[2] = pds_float(v.z);
+    w[3] = pds_float(v.w);
+    return;
+  }
   PDS_UNROLL
   for (uint32_t i = 0; i < 4; i++) {
-    const uint32_t k = base + f->x_k + i;
-    x[i] = f->row && k < x_end ? gemm_x_value(p, f->row, k) : 0;
-    w[i] = 0;
+    if (f->row && x_k + i < x_end) x[i] = gemm_x_value(p, f->row, x_k + i);
   }
-  const uint32_t k = base + f->w_k, shift = gemm_word_shift(p);
+  const uint32_t shift = gemm_word_shift(p);
   if (!f->panel || k >= p->k_pad) return;
   const pds_u4 v = pds_load16(f->panel + (uint64_t)(k >> shift) * 64 + f->quad * 16);
   const uint32_t word[4] = {v.x, v.y, v.z, v.w};

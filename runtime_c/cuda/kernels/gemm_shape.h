@@ -26,6 +26,7 @@ enum {
 
   GEMM_GROUP_ROWS = 128, /* of a block of Hopper's tile kernels, with as many panels and threads */
   GEMM_GROUP_STAGES = 4, /* one at work, one whose last products may still be, two under way */
+  GEMM_GROUP_PLACES = 4, /* tiles, at least one more than whose stages are under way */
 
   GEMM_SCALAR_ROWS = 64, /* of a block of the scalar kernel, which takes 4 panels */
   GEMM_SCALAR_PANELS = 4,
@@ -45,7 +46,8 @@ enum {
   GEMM_STAGES_MASK = 7, /* of the tile kernels' pipeline */
   GEMM_Y_ALIGNED = 8,   /* four columns of y, from a multiple of 4, are one aligned store */
   GEMM_KEEP_X = 16,     /* the stream kernels keep x in shared memory from pair to pair */
-  GEMM_TURNS_SHIFT = 8  /* from here on: pairs of panels of a block of the stream kernels */
+  /* from here on: pairs of panels of a block of the stream kernels; tiles of Hopper's */
+  GEMM_TURNS_SHIFT = 8
 };
 
 /* The stream kernels' shared memory. A step of a warp: 32 k of bf16 weights, 64 of others. */
@@ -66,9 +68,12 @@ enum {
   ((rows) * GEMM_TILE_K * 2 +                                                                      \
    GEMM_TILE_PANELS * (GEMM_TILE_K * 2 * (bits) + GEMM_TILE_SCALES(bits)))
 
-/* Hopper's tile kernels: stages that begin at multiples of 1024 bytes, then where each row goes. */
+/* Hopper's tile kernels: stages that begin at multiples of 1024 bytes, then where each row of some
+ * tiles goes, then 16 rows of sums. */
 #define GEMM_GROUP_STAGE(bits) ((GEMM_TILE_STAGE(GEMM_GROUP_ROWS, bits) + 1023) / 1024 * 1024)
-#define GEMM_GROUP_SHARED(bits) (GEMM_GROUP_STAGES * GEMM_GROUP_STAGE(bits) + GEMM_GROUP_ROWS * 8)
+#define GEMM_GROUP_SHARED(bits)                                                                    \
+  (GEMM_GROUP_STAGES * GEMM_GROUP_STAGE(bits) + GEMM_GROUP_PLACES * GEMM_GROUP_ROWS * 8 +          \
+   16 * GEMM_TILE_LINE * 4)
 
 /* And of what is written last: 16 rows of a warp, or of two, then where each row goes. */
 #define GEMM_TILE_END(rows) (((rows) > 32 ? 32 : 16) * GEMM_TILE_LINE * 4 + (rows) * 8)

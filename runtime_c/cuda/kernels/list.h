@@ -28,7 +28,7 @@
   X(attend_mla_small, pds_cu_attention, 256)                                                       \
   X(attend_mla_64, pds_cu_attention, 256)
 
-/* gemm.cu: scalar ones, stream kernels, Hopper's tiles, and tiles of 128, 64 and 32 rows */
+/* gemm.cu */
 #define PDS_CU_GEMM_KERNELS(X)                                                                     \
   X(gemm_scalar, pds_cu_gemm, 256)                                                                 \
   X(gemm_few, pds_cu_gemm, 512)                                                                    \
