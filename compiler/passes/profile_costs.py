@@ -44,6 +44,8 @@ SECONDS = 6.0  # for measuring, without loading the plan
 ROUNDS = 25  # samples of a point, if there is time
 LEAST = 3
 TOKENS = 4096  # of an expert, at most
+LARGE_JOB = 32  # experts of a job, as prefill has many: a few are less than the cores can share,
+TOKENS_OF_JOB = 8192  # unless they have so many tokens together
 CONTEXT = 4096
 SEQUENCES = 2  # of a session that measures
 PREFILL_ROWS = 128  # whose time with a context is compared with that without
@@ -110,7 +112,9 @@ def points(limits: Limits) -> list[Key]:
     many = min(limits.experts, max(8, limits.top_k), limits.expert_tokens)
     found: list[Key] = [("experts", n, 1) for n in _below(many)]
     for tokens in (t for t in GRID if 1 < t <= limits.expert_tokens):
-        found.append(("experts", min(many, limits.expert_tokens // tokens), tokens))
+        n = max(many, min(LARGE_JOB, TOKENS_OF_JOB // tokens))
+        n = min(n, limits.experts, limits.expert_tokens // tokens)
+        found.append(("experts", n, tokens))
     rows = [1 << i for i in range(13) if 1 << i <= limits.max_rows]
     found += [("attention", 0, n) for n in rows]
     if limits.prefill_rows not in rows:

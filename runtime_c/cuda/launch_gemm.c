@@ -41,8 +41,11 @@ static int tensor(const pds_cu_gemm *g) {
          g->x_step % 8 == 0 && (uintptr_t)g->x % 16 == 0;
 }
 
-static pds_cu_launch scalar(const pds_cu_gemm *g, uint32_t most) {
-  if (most <= GEMM_FEW) {
+/* Few columns, as a gate's, leave most of a device idle but for many rows. */
+static pds_cu_launch scalar(const pds_cu_device *device, const pds_cu_gemm *g, uint32_t most) {
+  const uint32_t blocks =
+      parts_of(most, GEMM_SCALAR_ROWS) * parts_of(panels_of(g), GEMM_SCALAR_PANELS) * matrices(g);
+  if (most <= GEMM_FEW || blocks < device->sms / 8) {
     return (pds_cu_launch){
         .kernel = PDS_CU_gemm_few,
         .grid = {parts_of(g->cols, GEMM_FEW_COLS), matrices(g), parts_of(most, GEMM_FEW_ROWS)},
@@ -176,6 +179,6 @@ pds_cu_launch pds_cu_shape_gemm(const pds_cu_device *device, pds_cu_gemm *g) {
   const int aligned = g->y_stride % 4 == 0 && g->y_step % 4 == 0 && (uintptr_t)g->y % 16 == 0;
   g->free = aligned ? GEMM_Y_ALIGNED : 0;
   for (uint32_t i = 0; i < g->n_holes; i++) g->holes[i].tile = 0;
-  if (!tensor(g)) return scalar(g, most);
+  if (!tensor(g)) return scalar(device, g, most);
   return most <= GEMM_FEW ? stream(device, g, most) : tiled(device, g);
 }
