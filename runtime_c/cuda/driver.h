@@ -16,6 +16,7 @@ typedef int CUresult;
 typedef int CUdevice;
 typedef int CUdevice_attribute;
 typedef int CUfunction_attribute;
+typedef int CUstreamCaptureMode;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
@@ -157,7 +158,7 @@ enum {
     (CUfunction * out_function, CUmodule module, const char *name))                                \
   X(cuFuncSetAttribute, cuFuncSetAttribute,                                                        \
     (CUfunction function, CUfunction_attribute attribute, int value))                              \
-  X(cuStreamBeginCapture, cuStreamBeginCapture_v2, (CUstream stream, int mode))                    \
+  X(cuStreamBeginCapture, cuStreamBeginCapture_v2, (CUstream stream, CUstreamCaptureMode mode))    \
   X(cuStreamEndCapture, cuStreamEndCapture, (CUstream stream, CUgraph * out_graph))                \
   X(cuGraphInstantiate, cuGraphInstantiateWithFlags,                                               \
     (CUgraphExec * out_exec, CUgraph graph, unsigned long long flags))                             \

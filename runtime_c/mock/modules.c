@@ -123,7 +123,8 @@ CUresult cuModuleGetFunction(CUfunction *out_function, CUmodule handle, const ch
                           "the mock has no graphs, nor copies of pitched rows");                   \
     return mock_leave(result);                                                                     \
   }
-NOT_HERE(cuStreamBeginCapture_v2, (void)stream; (void)mode, CUstream stream, int mode)
+NOT_HERE(cuStreamBeginCapture_v2, (void)stream;
+         (void)mode, CUstream stream, CUstreamCaptureMode mode)
 NOT_HERE(cuStreamEndCapture, (void)stream; (void)out, CUstream stream, CUgraph *out)
 NOT_HERE(cuGraphInstantiateWithFlags, (void)out; (void)graph;
          (void)flags, CUgraphExec *out, CUgraph graph, unsigned long long flags)

@@ -32,8 +32,14 @@ static pds_status find_kernels(pds_gpu *gpu) {
   return PDS_OK;
 }
 
-/* Loads an image, if it is one for this device. PTX is a string: a zero follows the file. */
-static pds_status try_image(pds_gpu *gpu, const char *path) {
+/* A cubin, or PTX: no mock runs that. */
+static bool is_for_gpus(const char *image) {
+  return strncmp(image, "\177ELF", 4) == 0 || strstr(image, ".version");
+}
+
+/* Loads an image, if it is one for this device; *out_for_gpus: it is one for GPUs. PTX is a string: a zero
+ * follows the file. */
+static pds_status try_image(pds_gpu *gpu, const char *path, bool *out_for_gpus) {
   void *image;
   uint64_t bytes = 0;
   PDS_RETURN_IF_ERROR(pds_file_bytes(AT_FDCWD, path, &bytes));
@@ -41,7 +47,9 @@ static pds_status try_image(pds_gpu *gpu, const char *path) {
   PDS_RETURN_IF_ERROR(pds_map_anon(room, "kernels", &image));
   const pds_status status = pds_read_file(AT_FDCWD, path, image, bytes);
   CUresult result = CUDA_SUCCESS;
-  if (status == PDS_OK) result = gpu->cuda.cuModuleLoadData(&gpu->module, image);
+  *out_for_gpus = status == PDS_OK && is_for_gpus(image);
+  if (status == PDS_OK && (gpu->real || !*out_for_gpus))
+    result = gpu->cuda.cuModuleLoadData(&gpu->module, image);
   pds_unmap(image, room);
   if (status != PDS_OK || result == CUDA_ERROR_INVALID_IMAGE ||
       result == CUDA_ERROR_NO_BINARY_FOR_GPU || result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION)
@@ -50,6 +58,7 @@ static pds_status try_image(pds_gpu *gpu, const char *path) {
 }
 
 pds_status pds_gpu_load_images(pds_gpu *gpu, const char *files) {
+  bool all_for_gpus = true;
   for (const char *name = files; !gpu->module && *name;) {
     char path[4096];
     const size_t n = strcspn(name, "\n");
@@ -58,11 +67,13 @@ pds_status pds_gpu_load_images(pds_gpu *gpu, const char *files) {
                       n, sizeof path);
     memcpy(path, name, n);
     path[n] = 0;
-    PDS_RETURN_IF_ERROR(try_image(gpu, path));
+    bool for_gpus;
+    PDS_RETURN_IF_ERROR(try_image(gpu, path, &for_gpus));
+    all_for_gpus = all_for_gpus && for_gpus;
     name += n + (name[n] == '\n');
   }
   if (gpu->module) return find_kernels(gpu);
-  if (!gpu->real) return PDS_OK;
+  if (!gpu->real && all_for_gpus) return PDS_OK;
   const uint32_t compute = gpu->cu_device.compute;
   return pds_fail(PDS_ERR_DRIVER,
                   "%s: the plan has no kernels for compute capability %u.%u that this driver takes "

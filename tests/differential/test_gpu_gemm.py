@@ -277,14 +277,18 @@ def many() -> Iterator[Case]:
     yield Case(rows=300, k=32, cols=272, sms=1)
     for w in ("f32", "bf16", "i8", "i4"):
         act = "bf16" if w == "f32" else "f32"
-        yield Case(w, act, rows=17, k=72, cols=24, bias=True, kernel="scalar")
+        yield Case(w, act, rows=17, k=72, cols=24, bias=True, sms=1, kernel="scalar")
         yield Case(
             w, "f32", rows=(65, 0, 1), k=40, cols=40, swiglu=True, experts=True, gather=3,
-            scatter=True, pad=64, kernel="scalar",
+            scatter=True, pad=64, sms=1, kernel="scalar",
         )  # fmt: skip
-    yield Case("bf16", rows=18, k=30, cols=18, out=ACT, pad=20, kernel="scalar")
-    yield Case("f32", "f32", rows=64, k=100, cols=66, out=ADD, x_extra=3, kernel="scalar")
-    yield Case("f32", "f32", rows=20, k=36, cols=20, heads=2, out=ACT, pad=32, kernel="scalar")
+    yield Case("bf16", rows=18, k=30, cols=18, out=ACT, pad=20, sms=1, kernel="scalar")
+    # a gate of some rows: few blocks of the scalar kernel would leave a device idle
+    yield Case("f32", "f32", rows=37, k=96, cols=20, kernel="few")
+    yield Case("f32", "f32", rows=64, k=100, cols=66, out=ADD, x_extra=3, sms=1, kernel="scalar")
+    yield Case(
+        "f32", "f32", rows=20, k=36, cols=20, heads=2, out=ACT, pad=32, sms=1, kernel="scalar"
+    )
 
 
 @pytest.mark.parametrize("case", list(few()), ids=str)

@@ -18,7 +18,7 @@ from pdscope.runtime_c import ROOT
 
 TYPES = """
 typedef int CUresult; typedef int CUdevice; typedef int CUdevice_attribute;
-typedef int CUfunction_attribute;
+typedef int CUfunction_attribute; typedef int CUstreamCaptureMode;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext; typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent; typedef struct CUmod_st *CUmodule;
