@@ -267,7 +267,8 @@ def inputs(
         free_slots=now.free_slots,
         stream=True,
         attention=costs.attention.at(now.rows)
-        + costs.context_row * (now.rows * now.context // 1024),
+        + (costs.context_row_prefill if phase == Phase.PREFILL else costs.context_row)
+        * (now.rows * now.context // 1024),
         gpu_busy=shared,
         next_gpu=next_gpu + (shared if follows else 0),
     )

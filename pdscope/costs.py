@@ -95,9 +95,11 @@ class Costs:
     gpu_expert: Curve  # and to a submission on the GPU
     attention: Curve  # norm, attention, norm, gate of a layer by rows of the step, at context 0
     shared: Curve  # shared expert, by rows; no knots: there is none
+    context_row_prefill: int = 0  # context_row in prefill, whose rows read their context together
 
     def __post_init__(self) -> None:
-        for name in ("io_start", "io_expert", "cpu_start", "gpu_start", "predict", "context_row"):
+        names = ("io_start", "io_expert", "cpu_start", "gpu_start", "predict", "context_row")
+        for name in (*names, "context_row_prefill"):
             value = getattr(self, name)
             if not 0 <= value < MAX_NS:
                 raise PlanError(f"costs: {name}: {value}, expected 0 to {MAX_NS - 1} ns: {_REMEDY}")
@@ -197,9 +199,9 @@ class CostTable:
     gpu: Device | None = None
     link: Link | None = None
 
-    def costs(self, device: str = "gpu", phase: str = "decode") -> Costs:
+    def costs(self, device: str = "gpu") -> Costs:
         """`device`: "cpu" or "gpu": where attention, shared expert and predictor run; on "cpu",
-        nothing runs on a GPU. `phase`: "decode", "batch" or "prefill".
+        nothing runs on a GPU.
 
         Raises PlanError if the table does not know the GPU or the link.
         """
@@ -214,14 +216,14 @@ class CostTable:
             assert self.gpu is not None
             side = self.gpu
         link, gpu = (self.link, self.gpu) if device == "gpu" else (None, None)
-        row = side.context_row_prefill if phase == "prefill" else side.context_row
         return Costs(
             io_start=link.start.ns if link else 0,
             io_expert=link.expert.ns if link else 0,
             cpu_start=self.cpu.start.ns,
             gpu_start=gpu.start.ns if gpu else 0,
             predict=side.predict.ns if side.predict else 0,
-            context_row=row.ns,
+            context_row=side.context_row.ns,
+            context_row_prefill=side.context_row_prefill.ns,
             cpu_expert=self.cpu.expert.curve,
             gpu_expert=gpu.expert.curve if gpu else NONE,
             attention=side.attention.curve,

@@ -185,9 +185,10 @@ class Placement:
         """ns until the link has moved prefetch j of the last decision, as costs say."""
         return self.free_at + (j + 1) * self.costs.io_expert - self.elapsed
 
-    def attention(self, step: Step) -> int:
-        context = int(step.position.sum()) // 1024
-        return self.costs.attention.at(step.rows) + self.costs.context_row * context
+    def attention(self, step: Step, phase: int) -> int:
+        costs = self.costs
+        each = costs.context_row_prefill if phase == Phase.PREFILL else costs.context_row
+        return costs.attention.at(step.rows) + each * (int(step.position.sum()) // 1024)
 
 
 class _Recompile:
@@ -368,7 +369,7 @@ class _Recompile:
             hit_q16=int(p.hits[self.layer + 1, self.phase]) if inside else 0,
             free_slots=p.ring.free(),
             stream=True,
-            attention=p.attention(self.step),
+            attention=p.attention(self.step, self.phase),
             backlog=self.backlog,
             gpu_busy=shared if p.subject.shared[self.layer] else 0,
             next_gpu=self.next_gpu + (shared if next_shared else 0),
@@ -389,7 +390,7 @@ class _Recompile:
             last = costs.gpu_expert.at(self.rows[loads[-1]])
             end = max(end, link + costs.gpu_start + last)
         p.free_at = link if loads or self.backlog else costs.io_start
-        p.elapsed = end + p.attention(self.step)
+        p.elapsed = end + p.attention(self.step, self.phase)
 
     # --- binding ---
 

@@ -211,6 +211,7 @@ typedef struct pds_costs {
   int64_t gpu_start;   /* of one submission of experts on the GPU */
   int64_t predict;     /* the predictor's forward */
   int64_t context_row; /* attention: for each (row, 1024 tokens of context) */
+  int64_t context_row_prefill; /* the same in prefill, whose rows read their context together */
   pds_cost_curve cpu_expert; /* what one expert of so many tokens adds to the CPU's job */
   pds_cost_curve gpu_expert; /* and to a submission on the GPU */
   pds_cost_curve attention;  /* norm, attention, norm, gate of one layer by rows of the step, at context 0 */

@@ -265,9 +265,11 @@ static void list_predicted(placing *p, uint32_t capacity) {
 static int64_t attention_ns(const placing *p) {
   const pds_step_ctx *host = p->step->host;
   const pds_costs *costs = &p->policy->costs;
+  const int64_t each =
+      p->program->phase == PDS_PHASE_PREFILL ? costs->context_row_prefill : costs->context_row;
   int64_t context = 0;
   for (uint32_t i = 0; i < host->rows; i++) context += host->position[i];
-  return pds_cost_at(&costs->attention, host->rows) + costs->context_row * (context / 1024);
+  return pds_cost_at(&costs->attention, host->rows) + each * (context / 1024);
 }
 
 static void decide(placing *p, pds_decision *out) {

@@ -39,8 +39,8 @@ static pds_status check_curve(const pds_cost_curve *c, const char *name) {
 }
 
 static pds_status check_costs(const pds_costs *c) {
-  const int64_t times[] = {c->io_start,  c->io_expert, c->cpu_start,
-                           c->gpu_start, c->predict,   c->context_row};
+  const int64_t times[] = {c->io_start, c->io_expert,   c->cpu_start,          c->gpu_start,
+                           c->predict,  c->context_row, c->context_row_prefill};
   for (size_t i = 0; i < sizeof times / sizeof *times; i++)
     if (times[i] < 0 || times[i] > PDS_TIME_MAX)
       return pds_fail(PDS_ERR_ARGUMENT, "costs: a time of %lld ns, expected 0 to 2^40",

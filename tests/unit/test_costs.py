@@ -203,7 +203,7 @@ def test_costs_of_a_table() -> None:
     gpu = table().costs("gpu")
     assert (gpu.io_start, gpu.io_expert, gpu.cpu_start, gpu.gpu_start) == (5, 1000, 7, 17)
     assert gpu.shared == Curve() and gpu.predict == 0 and gpu.context_row == 3
-    assert table().costs("gpu", "prefill").context_row == 2
+    assert table().costs("gpu").context_row_prefill == 2
     cpu = table().costs("cpu")
     assert (cpu.io_start, cpu.io_expert, cpu.gpu_start, cpu.predict) == (0, 0, 0, 11)
     assert cpu.gpu_expert == Curve() and cpu.shared.at(4) == 160
