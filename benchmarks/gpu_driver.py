@@ -56,7 +56,9 @@ def params(kind: type[ctypes.Structure], **fields: Any) -> Any:
     return p
 
 
-def launcher(into: Path, sources: Sequence[str], structs: dict[str, type]) -> ctypes.CDLL:
+def launcher(
+    into: Path, sources: Sequence[str], structs: dict[str, type], defines: Sequence[str] = ()
+) -> ctypes.CDLL:
     """cuda/<source> of runtime_c as a library, after a check that params.h's structs have the size
     of the Python ones."""
     compiler = next((c for c in map(shutil.which, ("cc", "gcc", "clang")) if c), None)
@@ -69,7 +71,8 @@ def launcher(into: Path, sources: Sequence[str], structs: dict[str, type]) -> ct
     (into / "sizes.c").write_text(f'#include "cuda/launch.h"\n{sizes}')
     at = into / "launch.so"
     paths = [str(ROOT / "cuda" / s) for s in sources] + [str(into / "sizes.c")]
-    run([str(compiler), "-std=c11", "-O2", "-fPIC", "-shared", f"-I{ROOT}", *paths, "-o", str(at)])
+    flags = ["-std=c11", "-O2", "-fPIC", "-shared", f"-I{ROOT}", *(f"-D{d}" for d in defines)]
+    run([str(compiler), *flags, *paths, "-o", str(at)])
     library = ctypes.CDLL(str(at))
     for name, kind in structs.items():
         if library[f"size_of_{name}"]() != ctypes.sizeof(kind):
@@ -94,15 +97,16 @@ def nvrtc() -> ctypes.CDLL | None:
     return None
 
 
-def cubin(source: str, arch: int, into: Path) -> bytes:
-    """A file of cuda/kernels for sm_<arch>."""
+def cubin(source: str, arch: int, into: Path, defines: Sequence[str] = ()) -> bytes:
+    """A file of cuda/kernels for sm_<arch>, with Hopper's own instructions."""
+    target = "90a" if arch == 90 else str(arch)
+    own = [f"-I{ROOT}", f"-I{KERNELS}", *(f"-D{d}" for d in defines)]
     library, path = nvrtc(), KERNELS / source
     if library is not None:
         program, size = c_void_p(), c_size_t()
         name = source.encode()
         library.nvrtcCreateProgram(ctypes.byref(program), path.read_bytes(), name, 0, None, None)
-        target = "sm_90a" if arch == 90 else f"sm_{arch}"
-        flags = [f"--gpu-architecture={target}", "--std=c++17", f"-I{ROOT}", f"-I{KERNELS}"]
+        flags = [f"--gpu-architecture=sm_{target}", "--std=c++17", *own]
         options = (ctypes.c_char_p * len(flags))(*[f.encode() for f in flags])
         failed = library.nvrtcCompileProgram(program, len(flags), options)
         library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -118,7 +122,8 @@ def cubin(source: str, arch: int, into: Path) -> bytes:
     if compiler is None:
         stop("neither NVRTC nor nvcc compiles the kernels: install nvidia-cuda-nvrtc")
     out = into / f"{source}.cubin"
-    flags = [f"-arch=sm_{arch}", "-std=c++17", "-cubin", f"-I{ROOT}", f"-I{KERNELS}"]
+    code = f"-gencode=arch=compute_{target},code=sm_{target}"
+    flags = [code, "-std=c++17", "-cubin", *own]
     run([str(compiler), *flags, "-o", str(out), str(path)])
     return out.read_bytes()
 
@@ -133,7 +138,7 @@ class Gpu:
     """Kernels of some .cu files, and their pds_cu_shape_* functions."""
 
     def __init__(self, torch: Any, files: Sequence[str], launchers: Sequence[str],
-                 structs: dict[str, type]) -> None:  # fmt: skip
+                 structs: dict[str, type], defines: Sequence[str] = ()) -> None:  # fmt: skip
         self.torch = torch
         torch.zeros(1, device="cuda")  # makes the context current
         properties = torch.cuda.get_device_properties(0)
@@ -146,10 +151,10 @@ class Gpu:
         self.functions: dict[int, c_void_p] = {}
         self.modules = []
         with tempfile.TemporaryDirectory() as folder:
-            self.library = launcher(Path(folder), launchers, structs)
+            self.library = launcher(Path(folder), launchers, structs, defines)
             for file in files:
                 module = c_void_p()
-                code = cubin(file, arch, Path(folder))
+                code = cubin(file, arch, Path(folder), defines)
                 self.call("cuModuleLoadData", ctypes.byref(module), code)
                 self.modules.append(module)
 

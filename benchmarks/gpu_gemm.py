@@ -17,19 +17,15 @@ runtime_c; imports nothing of pdscope.
 import argparse
 import ctypes
 import json
-import re
-import shutil
-import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from ctypes import c_int, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import c_uint8, c_uint32, c_uint64, c_void_p
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent / "runtime_c"
+from gpu_driver import Ceilings, Gpu, Head, ceilings, params, seconds_of
+
 HOLES = 128
 F32, BF16, I8, I4 = 1, 2, 4, 5
 BITS = {F32: 32, BF16: 16, I8: 8, I4: 4}
@@ -46,11 +42,7 @@ MODELS = {
 TOLERANCE = {F32: 1e-4, BF16: 3e-3, I8: 4e-3, I4: 4e-3}
 
 
-# --- the structs of params.h and launch.h ---
-
-
-class Head(ctypes.Structure):
-    _fields_ = [("bytes", c_uint32), ("n", c_uint32), ("tokens", c_void_p), ("extra", c_uint64)]
+# --- the structs of params.h ---
 
 
 class Hole(ctypes.Structure):
@@ -67,146 +59,6 @@ class Gemm(ctypes.Structure):
         + [(n, c_uint8) for n in ("w_dtype", "act_dtype", "out", "swiglu")]
         + [("free", c_uint32), ("holes", Hole * HOLES)]
     )
-
-
-class Device(ctypes.Structure):
-    _fields_ = [(n, c_uint32) for n in ("sms", "shared_most", "compute")]
-
-
-class Launch(ctypes.Structure):
-    _fields_ = [("kernel", c_int), ("grid", c_uint32 * 3)] + [
-        (n, c_uint32) for n in ("threads", "shared_bytes")
-    ]
-
-
-# --- building ---
-
-
-def run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"gpu_gemm: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-
-
-def launcher(into: Path, defines: list[str]) -> ctypes.CDLL:
-    """launch_gemm.c as a library."""
-    found = (shutil.which(name) for name in ("cc", "gcc", "clang"))
-    compiler = next((c for c in found if c), None)
-    if compiler is None:
-        sys.exit("gpu_gemm: no C compiler (cc, gcc or clang) in PATH: install one")
-    size = into / "size.c"
-    size.write_text(
-        '#include "cuda/launch.h"\nunsigned gemm_bytes(void);\n'
-        "unsigned gemm_bytes(void) { return sizeof(pds_cu_gemm); }\n"
-    )
-    library = into / "launch.so"
-    sources = [str(ROOT / "cuda" / "launch_gemm.c"), str(size)]
-    flags = ["-std=c11", "-O2", "-fPIC", "-shared", f"-I{ROOT}", *(f"-D{d}" for d in defines)]
-    run([compiler, *flags, *sources, "-o", str(library)])
-    loaded = ctypes.CDLL(str(library))
-    loaded.pds_cu_shape_gemm.restype = Launch
-    if loaded.gemm_bytes() != ctypes.sizeof(Gemm):
-        sys.exit("gpu_gemm: params.h's pds_cu_gemm is no longer what this script says: update Gemm")
-    return loaded
-
-
-def nvrtc() -> ctypes.CDLL | None:
-    """NVRTC: of torch's wheels, or where the system finds it."""
-    names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
-    for folder in sys.path:
-        for at in sorted(Path(folder or ".").glob("nvidia/*/lib/libnvrtc.so.1?")):
-            names.insert(0, str(at))
-    for name in names:
-        try:
-            for part in Path(name).parent.glob("libnvrtc-builtins.so.*"):
-                ctypes.CDLL(str(part))  # which NVRTC looks for by name only
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    return None
-
-
-def cubin(arch: int, into: Path, defines: list[str]) -> bytes:
-    """gemm.cu for sm_<arch>, with Hopper's own instructions."""
-    target = "90a" if arch == 90 else str(arch)
-    own = [f"-I{ROOT}", f"-I{ROOT / 'cuda' / 'kernels'}", *(f"-D{d}" for d in defines)]
-    source = ROOT / "cuda" / "kernels" / "gemm.cu"
-    library = nvrtc()
-    if library is not None:
-        program = c_void_p()
-        text = source.read_bytes()
-        library.nvrtcCreateProgram(ctypes.byref(program), text, b"gemm.cu", 0, None, None)
-        flags = [f"--gpu-architecture=sm_{target}", "--std=c++17", *own]
-        options = (ctypes.c_char_p * len(flags))(*[f.encode() for f in flags])
-        failed = library.nvrtcCompileProgram(program, len(flags), options)
-        size = c_size_t()
-        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(max(size.value, 1))
-        library.nvrtcGetProgramLog(program, log)
-        if not failed:
-            library.nvrtcGetCUBINSize(program, ctypes.byref(size))
-            code = ctypes.create_string_buffer(size.value)
-            library.nvrtcGetCUBIN(program, code)
-            return code.raw
-        print(f"gpu_gemm: NVRTC says\n{log.value.decode()}", file=sys.stderr)
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        sys.exit("gpu_gemm: neither NVRTC nor nvcc compiles the kernels: install nvidia-cuda-nvrtc")
-    out = into / "gemm.cubin"
-    code = f"-gencode=arch=compute_{target},code=sm_{target}"
-    flags = [code, "-std=c++17", "-cubin", *own]
-    run([compiler, *flags, "-o", str(out), str(source)])
-    return out.read_bytes()
-
-
-def kernel_names() -> list[str]:
-    text = (ROOT / "cuda" / "kernels" / "list.h").read_text(encoding="utf-8")
-    return [f"pds_cu_{name}" for name in re.findall(r"\bX\((\w+), \w+, \w+\)", text)]
-
-
-class Gpu:
-    """The kernels, loaded into torch's context."""
-
-    def __init__(self, torch: Any, into: Path, defines: list[str]) -> None:
-        self.torch = torch
-        torch.zeros(1, device="cuda")  # makes the context current
-        properties = torch.cuda.get_device_properties(0)
-        arch = properties.major * 10 + properties.minor
-        self.cuda = ctypes.CDLL("libcuda.so.1")
-        most = c_int()
-        self.call("cuDeviceGetAttribute", ctypes.byref(most), 97, 0)  # shared memory, opted in
-        self.device = Device(properties.multi_processor_count, most.value, arch)
-        self.launcher = launcher(into, defines)
-        module = c_void_p()
-        self.call("cuModuleLoadData", ctypes.byref(module), cubin(arch, into, defines))
-        self.module, self.names = module, kernel_names()
-        self.functions: dict[int, c_void_p] = {}
-
-    def call(self, name: str, *args: Any) -> None:
-        code = getattr(self.cuda, name)(*args)
-        if code:
-            sys.exit(f"gpu_gemm: {name} returned {code}")
-
-    def shape(self, g: Gemm) -> Launch:
-        shape: Launch = self.launcher.pds_cu_shape_gemm(ctypes.byref(self.device), ctypes.byref(g))
-        return shape
-
-    def launch(self, g: Gemm, shape: Launch) -> None:
-        """On torch's current stream."""
-        function = self.functions.get(shape.kernel)
-        if function is None:
-            function = c_void_p()
-            name = self.names[shape.kernel].encode()
-            self.call("cuModuleGetFunction", ctypes.byref(function), self.module, name)
-            # 8: the most dynamic shared memory
-            self.call("cuFuncSetAttribute", function, 8, int(self.device.shared_most))
-            self.functions[shape.kernel] = function
-        pointers = (c_void_p * 1)(ctypes.addressof(g))
-        stream = c_void_p(self.torch.cuda.current_stream().cuda_stream)
-        self.call(
-            "cuLaunchKernel", function, *shape.grid, shape.threads, 1, 1, shape.shared_bytes,
-            stream, pointers, None,
-        )  # fmt: skip
 
 
 # --- weights ---
@@ -270,51 +122,6 @@ class Result:
 
 
 @dataclass
-class Ceilings:
-    gigabytes: float
-    teraflops: float
-
-
-def seconds_of(torch: Any, launches: list[Callable[[], None]], repeats: int) -> float:
-    """Median seconds of one launch: they are replayed as one CUDA graph."""
-    for one in launches[:2]:
-        one()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for one in launches:
-            one()
-    times = []
-    for i in range(repeats + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        if i:
-            times.append(start.elapsed_time(end) / 1e3 / len(launches))
-    return statistics.median(times)
-
-
-def ceilings(torch: Any, repeats: int) -> Ceilings:
-    source = torch.ones(1 << 30, device="cuda", dtype=torch.float32)
-    target = torch.empty_like(source)
-    nbytes = source.numel() * 4
-    copied = seconds_of(torch, [lambda: target.copy_(source)], repeats)
-    summed = seconds_of(torch, [lambda: source.sum()], repeats)
-    a = torch.randn(8192, 8192, device="cuda").to(torch.bfloat16)
-    b = torch.randn(8192, 8192, device="cuda").to(torch.bfloat16)
-    c = torch.empty_like(a)
-    multiplied = seconds_of(torch, [lambda: torch.matmul(a, b, out=c)], repeats)
-    print(
-        f"memory: copy {2 * nbytes / copied / 1e9:.0f} GB/s, sum {nbytes / summed / 1e9:.0f} GB/s; "
-        f"torch bf16 matmul 8192^3: {2 * 8192**3 / multiplied / 1e12:.0f} TFLOP/s"
-    )
-    best = max(2 * nbytes / copied, nbytes / summed)
-    return Ceilings(best / 1e9, 2 * 8192**3 / multiplied / 1e12)
-
-
-@dataclass
 class Bench:
     gpu: Gpu
     ceiling: Ceilings
@@ -327,7 +134,8 @@ class Bench:
     ) -> None:  # fmt: skip
         """launches: the same work on other weights each time; `check` says how far the first one's
         result is from torch's."""
-        shapes = [self.gpu.shape(g) for g in launches]
+        device = ctypes.byref(self.gpu.device)
+        shapes = [self.gpu.shape("pds_cu_shape_gemm", device, ctypes.byref(g)) for g in launches]
         self.gpu.launch(launches[0], shapes[0])
         self.gpu.torch.cuda.synchronize()
         error = check()
@@ -341,7 +149,7 @@ class Bench:
             work += work
         seconds = seconds_of(self.gpu.torch, work, self.repeats)
         gb, tf = nbytes / seconds / 1e9, flops / seconds / 1e12
-        name = self.gpu.names[shapes[0].kernel].removeprefix("pds_cu_gemm_")
+        name = self.gpu.names[shapes[0].kernel].removeprefix("gemm_")
         shares = gb / self.ceiling.gigabytes, tf / self.ceiling.teraflops
         r = Result(
             case, next((n for n, d in NAMES.items() if d == dtype), "f32"),
@@ -358,14 +166,6 @@ class Bench:
 
 def distance(torch: Any, got: Any, want: Any) -> float:
     return float((got.float() - want).norm() / want.norm())
-
-
-def gemm(**fields: Any) -> Gemm:
-    g = Gemm()
-    g.head.bytes = ctypes.sizeof(Gemm)
-    for name, value in fields.items():
-        setattr(g, name, value.data_ptr() if hasattr(value, "data_ptr") else value)
-    return g
 
 
 def reference(torch: Any, x: Any, w: list[Any]) -> Any:
@@ -417,7 +217,8 @@ def experts(bench: Bench, model: str, dtype: int, rows_of: list[int]) -> None:
         common: dict[str, Any] = {"w_dtype": dtype, "act_dtype": BF16, "x_div": top_k}
         ups = [
             holes_of(
-                gemm(
+                params(
+                    Gemm,
                     x=x, y=y_mid, x_index=index, panel_bytes=pb_up, x_stride=hidden,
                     y_stride=inter, k=hidden, k_pad=hidden, cols=inter, pad=inter, swiglu=1,
                     **common,
@@ -428,7 +229,8 @@ def experts(bench: Bench, model: str, dtype: int, rows_of: list[int]) -> None:
         ]  # fmt: skip
         downs = [
             holes_of(
-                gemm(
+                params(
+                    Gemm,
                     x=mid, y=out, y_index=place, panel_bytes=pb_down, w_offset=up_bytes,
                     x_stride=inter, y_stride=hidden, k=inter, k_pad=inter, cols=hidden,
                     out=OUT_F32, **common,
@@ -468,7 +270,8 @@ def dense(bench: Bench, case: str, dtype: int, n: int, k: int, rows_of: list[int
             x = x.to(torch.bfloat16)
         y = torch.zeros(rows, n, device="cuda")
         launches = [
-            gemm(
+            params(
+                Gemm,
                 x=x, w=packed, y=y, panel_bytes=panel_bytes(dtype, k), x_stride=k, y_stride=n,
                 rows=rows, k=k, k_pad=k, cols=n, count=1, w_dtype=dtype, out=OUT_F32,
                 act_dtype=F32 if dtype == F32 else BF16,
@@ -527,8 +330,8 @@ def main() -> None:
         sys.exit("gpu_gemm: needs torch: pip install torch")
     if not torch.cuda.is_available():
         sys.exit("gpu_gemm: torch finds no GPU")
-    with tempfile.TemporaryDirectory() as folder:
-        gpu = Gpu(torch, Path(folder), asked.define)
+    structs = {"pds_cu_gemm": Gemm}
+    gpu = Gpu(torch, ["gemm.cu"], ["launch_gemm.c"], structs, asked.define)
     torch.manual_seed(1)
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {asked.repeats} repeats")
     bench = Bench(gpu, ceilings(torch, asked.repeats), asked.repeats, [])

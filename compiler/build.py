@@ -261,8 +261,8 @@ def simt_kernels() -> Path:
     Raises: as `mock_driver`.
     """
     root = runtime_c.ROOT
-    # What a source includes and is no header counts as part of it.
-    included = b"".join((root / name).read_bytes() for name in runtime_c.gpu_kernels())
+    # What a source includes counts as part of it.
+    included = "".join(runtime_c.gpu_kernel_files().values()).encode()
     units = [_Unit(root, s, (), (root / s).read_bytes() + included) for s in runtime_c.SIMT_SOURCES]
     return _mock_library("libpdscope-simt.so", "pds_simt_image", units)
 

@@ -138,11 +138,6 @@ def headers() -> tuple[str, ...]:
     return tuple(sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.h")))
 
 
-def gpu_kernels() -> tuple[str, ...]:
-    """The GPU's kernels' sources, relative to ROOT, sorted."""
-    return tuple(sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.cu")))
-
-
 def gpu_kernel_files() -> dict[str, str]:
     """Sources (*.cu) and headers of the GPU kernels: text by name, as they include each other."""
     folder = ROOT / GPU_KERNEL_DIR

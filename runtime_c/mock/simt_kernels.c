@@ -3,29 +3,9 @@
 #include "cuda/kernels/device.h"
 #include "cuda/kernels/list.h"
 
-#if __has_include("cuda/kernels/rows.cu")
-#include "cuda/kernels/rows.cu"
-#define ROWS(X) PDS_CU_ROW_KERNELS(X)
-#else
-#define ROWS(X)
-#endif
-#if __has_include("cuda/kernels/attention.cu")
 #include "cuda/kernels/attention.cu"
-#define ATTENTION(X) PDS_CU_ATTENTION_KERNELS(X)
-#else
-#define ATTENTION(X)
-#endif
-#if __has_include("cuda/kernels/gemm.cu")
 #include "cuda/kernels/gemm.cu"
-#define GEMM(X) PDS_CU_GEMM_KERNELS(X)
-#else
-#define GEMM(X)
-#endif
-
-#define KERNELS(X)                                                                                 \
-  ROWS(X)                                                                                          \
-  ATTENTION(X)                                                                                     \
-  GEMM(X)
+#include "cuda/kernels/rows.cu"
 
 /* What a GPU checks at the launch, or what would be read wrongly there. */
 PDS_FN int check(const char *name, const void *params, size_t bytes, unsigned most,
@@ -49,32 +29,19 @@ PDS_FN int check(const char *name, const void *params, size_t bytes, unsigned mo
     if (check("pds_cu_" #name, p, sizeof(params), most, threads) != 0) return -1;                  \
     return pds_simt_run(body_##name, p, grid, threads, shared_bytes);                              \
   }
-KERNELS(RUN)
+PDS_CU_KERNELS(RUN)
 #undef RUN
-
-enum {
-#define COUNT(name, params, most) AT_##name,
-  KERNELS(COUNT)
-#undef COUNT
-      KERNELS_HERE
-};
 
 typedef struct kernel_image {
   char magic[8];
   uint32_t n;
-  pds_twin_entry entries[KERNELS_HERE + 1];
+  pds_twin_entry entries[PDS_CU_COUNT];
 } kernel_image;
 _Static_assert(offsetof(pds_twin_module, entries) == offsetof(kernel_image, entries), "an image");
 
-/* The last has no name, since there may be no other. */
 #define ENTRY(kernel, params, most)                                                                \
   {.name = "pds_cu_" #kernel, .run = run_##kernel, .error = pds_simt_error},
-#define ENTRIES                                                                                    \
-  {                                                                                                \
-    KERNELS(ENTRY) {                                                                               \
-      .name = NULL                                                                                 \
-    }                                                                                              \
-  }
+#define ENTRIES {PDS_CU_KERNELS(ENTRY)}
 extern const kernel_image pds_simt_image;
 __attribute__((visibility("default")))
-const kernel_image pds_simt_image = {PDS_TWIN_MAGIC, KERNELS_HERE, ENTRIES};
+const kernel_image pds_simt_image = {PDS_TWIN_MAGIC, PDS_CU_COUNT, ENTRIES};
