@@ -940,7 +940,7 @@ def test_fault_copy(either: Driver) -> None:
     there, what comes after is not done."""
     gpu = either
     stream, to, host = gpu.stream(), gpu.alloc(4), gpu.pinned(16)
-    gpu.configure("fail_copy=3; h2d_latency=1ms")
+    gpu.configure("fail_copy=3; h2d_latency=100ms")
     host[:] = range(16)
     for i in range(4):
         gpu.ok.cuMemcpyHtoDAsync(to, at(host, 4 * i), 16, stream)  # all are accepted
@@ -981,7 +981,7 @@ def test_fault_launch(either: Driver) -> None:
     gpu.configure("fail_launch=2; refuse_launch=3")
     assert gpu.launch("mix", stream, to) == "CUDA_SUCCESS"
     gpu.ok.cuStreamSynchronize(stream)
-    gpu.configure("kernel.mix.base=1ms")
+    gpu.configure("kernel.mix.base=200ms")
     assert gpu.launch("mix", stream, to) == "CUDA_SUCCESS"
     assert gpu.launch("mix", stream, to) == "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
     event = gpu.event()
@@ -994,7 +994,7 @@ def test_fault_lost_context(either: Driver) -> None:
     """At the k-th call; nothing that was under way ends."""
     gpu = either
     stream, to, host = gpu.stream(), gpu.alloc(4), gpu.pinned(4)
-    gpu.configure("h2d_latency=20ms; lose_context=3")
+    gpu.configure("h2d_latency=300ms; lose_context=3")
     gpu.ok.cuMemcpyHtoDAsync(to, at(host), 16, stream)
     assert gpu.cuStreamQuery(stream) == "CUDA_ERROR_NOT_READY"
     assert gpu.cuStreamSynchronize(stream) == "CUDA_ERROR_UNKNOWN"
