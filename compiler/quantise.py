@@ -108,6 +108,12 @@ def to_bfloat16(a: Array) -> Array:
     if a.dtype == np.uint16:
         return a
     bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    quiet = (bits >> 16) | 0x40
-    return np.where(np.isnan(a), quiet, rounded).astype(np.uint16)
+    rounded = (bits >> 16) & 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    made = rounded.astype(np.uint16)
+    nan = np.isnan(a)
+    if nan.any():
+        made[nan] = (bits[nan] >> 16) | 0x40
+    return made

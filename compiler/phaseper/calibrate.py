@@ -19,6 +19,7 @@ from pdscope.compiler.phaseper.metrics import (
 
 HOT_PRECISION = 0.95  # share of the confidently hot experts that the gate has to choose
 COLD_PRECISION = 0.99  # share of the confidently cold ones that it must not choose
+MOST_LOSS = 28.0  # that one expert's cross-entropy counts: scores may be far off
 
 
 @dataclass(frozen=True)
@@ -43,40 +44,55 @@ def probabilities(scores: Array, top_k: int, temperature: float) -> Array:
 
     sigmoid((score - m) / temperature), m halfway between a row's top_k-th and next best score.
     """
-    experts = scores.shape[1]
-    if top_k >= experts:
+    if top_k >= scores.shape[1]:
         return np.ones_like(scores, np.float32)
-    part = np.partition(scores, (experts - top_k - 1, experts - top_k), axis=1)
-    middle = (part[:, experts - top_k - 1] + part[:, experts - top_k]) / 2
-    z = np.clip((scores - middle[:, None]) / np.float32(temperature), -60, 60)
-    return (1 / (1 + np.exp(-z))).astype(np.float32)
+    z = np.clip(_margins(scores, top_k) / np.float32(temperature), -60, 60)
+    likely: Array = (1 / (1 + np.exp(-z))).astype(np.float32)
+    return likely
+
+
+def _margins(scores: Array, top_k: int) -> Array:
+    """score - m of `probabilities`; top_k is less than the experts."""
+    next_best = scores.shape[1] - top_k - 1
+    part = np.partition(scores, (next_best, next_best + 1), axis=1)
+    middle = (part[:, next_best] + part[:, next_best + 1]) / 2
+    return np.asarray(scores - middle[:, None], np.float32)
 
 
 def fit_temperature(scores: Array, truth: NDArray[np.bool_], top_k: int) -> float:
-    """The temperature of least cross-entropy, by golden section over its logarithm."""
+    """The temperature of least cross-entropy of `probabilities`, by golden section over its
+    logarithm; 1 where all experts are always chosen."""
+    if top_k >= scores.shape[1]:
+        return 1.0
     spread = float(np.std(scores)) or 1.0
+    margins = _margins(scores, top_k)
+    signed = np.where(truth, margins, -margins).astype(np.float32)  # positive: on its side
 
     def loss(log: float) -> float:
-        p = probabilities(scores, top_k, spread * float(np.exp(log)))
-        likely = np.where(truth, p, 1 - p)
-        return float(-np.log(np.maximum(likely, 1e-12)).mean())
+        z = signed / np.float32(spread * np.exp(log))
+        softplus = np.log1p(np.exp(-np.abs(z))) + np.maximum(-z, 0)
+        return float(np.minimum(softplus, MOST_LOSS).mean(dtype=np.float64))
 
     low, high, part = -9.0, 5.0, (5**0.5 - 1) / 2
+    lower, upper = high - part * (high - low), low + part * (high - low)
+    at_lower, at_upper = loss(lower), loss(upper)
     while high - low > 0.01:
-        left, right = high - part * (high - low), low + part * (high - low)
-        if loss(left) <= loss(right):
-            high = right
+        if at_lower <= at_upper:
+            high, upper, at_upper = upper, lower, at_lower
+            lower = high - part * (high - low)
+            at_lower = loss(lower)
         else:
-            low = left
+            low, lower, at_lower = lower, upper, at_upper
+            upper = low + part * (high - low)
+            at_upper = loss(upper)
     return spread * float(np.exp((low + high) / 2))
 
 
-def calibrate(scores: Array, chosen: Ids, phase: str) -> Calibration:
+def calibrate(scores: Array, chosen: Ids, phase: str, temperature: float) -> Calibration:
     """scores [n, experts] of a predictor on rows that it was not trained on, and what the gate
-    chose there [n, top_k]; n of at least 1."""
+    chose there [n, top_k]; n of at least 1. temperature: what fit_temperature says of them."""
     top_k = chosen.shape[1]
     truth = membership(chosen, scores.shape[1])
-    temperature = fit_temperature(scores, truth, top_k)
     p = probabilities(scores, top_k, temperature)
     hot, hot_precision, hot_pairs = _threshold(-p, truth, HOT_PRECISION)
     cold, cold_precision, cold_pairs = _threshold(p, ~truth, COLD_PRECISION)

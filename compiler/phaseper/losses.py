@@ -74,35 +74,40 @@ def edge(scores: Tensor, top_k: int) -> Tensor:
 def stacked_loss(
     specs: list[LossSpec],
     logits: Tensor,
-    truth: Tensor,
+    truth: Tensor | None,
     soft: Tensor,
     frequency: Tensor,
     top_k: int,
 ) -> Tensor:
     """Sum over nets of each one's mean loss over rows (and experts); scalar.
 
-    logits, truth, soft: [nets, rows, experts]; frequency [nets, 1, experts]. Every net's gradient
-    is what it would be alone.
+    logits, truth, soft: [nets, rows, experts]; frequency [nets, 1, experts]. distill needs no
+    truth. Every net's gradient is what it would be alone.
     """
     total = logits.new_zeros(())
     for kind in sorted({s.kind for s in specs}):
         at = [i for i, s in enumerate(specs) if s.kind == kind]
-        if len(at) == len(specs):
-            z, y, q, f = logits, truth, soft, frequency
-        else:
-            z, y, q, f = logits[at], truth[at], soft[at], frequency[at]
+
+        def of(stacked: Tensor, at: list[int] = at) -> Tensor:
+            return stacked if len(at) == len(specs) else stacked[at]
+
+        z = of(logits)
+        if kind == DISTILL:
+            total = total + distill(z, of(soft), top_k).mean((1, 2)).sum()
+            continue
 
         def per_net(name: str, at: list[int] = at, like: Tensor = z) -> Tensor:
             values = [float(getattr(specs[i], name)) for i in at]
             return like.new_tensor(values)[:, None, None]
 
-        if kind == DISTILL:
-            total = total + distill(z, q, top_k).mean((1, 2)).sum()
-        elif kind == BCE:
+        assert truth is not None
+        y = of(truth)
+        if kind == BCE:
             total = total + bce(z, y).mean((1, 2)).sum()
         elif kind == PAPER_OUTER_DECODE:
             total = total + focal(z, y, per_net("gamma")).mean((1, 2)).sum()
         else:
-            hybrid = inverse_frequency(z, y, f) + per_net("lam") * focal(z, y, per_net("gamma"))
+            rare = inverse_frequency(z, y, of(frequency))
+            hybrid = rare + per_net("lam") * focal(z, y, per_net("gamma"))
             total = total + hybrid.mean((1, 2)).sum()
     return total

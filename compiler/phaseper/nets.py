@@ -111,17 +111,18 @@ def initial(
 
 def forward(shape: NetShape, p: Parameters, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits [nets, rows, experts] in fp32 from dense inputs x [nets, rows, inputs] of type
-    `dtype`, which matrix products are taken in."""
+    `dtype`, which products and hidden units are rounded to."""
 
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return torch.bmm(a.to(dtype), b.to(dtype)).float()
+    def product(a: Tensor, b: str, bias: str) -> Tensor:
+        return torch.baddbmm(p[bias].to(dtype), a, p[b].to(dtype))
 
-    u = product(x, p["first"]) + p["bias"]
-    h = functional.silu(u[..., : shape.width])
+    u, linear = torch.split(product(x, "first", "bias"), [shape.width, shape.experts], -1)
+    h = functional.silu(u)
     if shape.deep:
-        gate = torch.sigmoid(product(x[..., : shape.hidden], p["gate"]) + p["gate_bias"])
-        h = h + gate * functional.silu(product(h, p["block"]) + p["block_bias"])
-    return u[..., shape.width :] + product(h, p["out"])
+        gate = torch.sigmoid(product(x[..., : shape.hidden], "gate", "gate_bias"))
+        h = torch.addcmul(h, gate, functional.silu(product(h, "block", "block_bias")))
+    logits: Tensor = linear.float() + torch.bmm(h, p["out"].to(dtype)).float()
+    return logits
 
 
 def file_tensors(shape: NetShape, p: Parameters, net: int, scale: Tensor) -> dict[str, Tensor]:

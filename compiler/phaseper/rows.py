@@ -18,7 +18,7 @@ from torch import Tensor
 from pdscope.compiler.phaseper import rivals
 from pdscope.compiler.phaseper.losses import SLOPE, edge
 from pdscope.compiler.phaseper.metrics import Array, Ids, membership
-from pdscope.compiler.phaseper.nets import BLOCKS, PREVIOUS, PREVIOUS_NEXT
+from pdscope.compiler.phaseper.nets import BLOCKS, PREVIOUS, PREVIOUS_NEXT, ROUTED
 from pdscope.compiler.phaseper.rivals import Tables
 from pdscope.compiler.phaseper.store import Gate, Store
 from pdscope.compiler.quantise import to_float32
@@ -29,11 +29,11 @@ CHUNK = 8192  # rows that are scored at a time
 @dataclass(frozen=True)
 class Batch:
     """For each net, in the same order: x [nets, rows, inputs] as `dtype`; truth [nets, rows,
-    experts] in {0, 1}; soft [nets, rows, experts] in (0, 1), the next gate's choice with its
-    doubts, see losses.distill."""
+    experts] in {0, 1}, if wanted; soft [nets, rows, experts] in (0, 1), the next gate's choice
+    with its doubts, see losses.distill."""
 
     x: Tensor
-    truth: Tensor
+    truth: Tensor | None
     soft: Tensor
 
 
@@ -112,20 +112,24 @@ class PhaseRows:
 
     def inputs(self, pairs: Sequence[int], rows: NDArray[np.int64]) -> Tensor:
         """x of `batch` alone."""
-        where = torch.from_numpy(rows).to(self.device)
-        made = {pair: self._inputs(pair, rows, where) for pair in sorted(set(pairs))}
-        return torch.stack([made[pair] for pair in pairs])
-
-    def batch(self, pairs: Sequence[int], rows: NDArray[np.int64]) -> Batch:
-        """`pairs[i]` is what net i predicts; a pair may occur more than once."""
         unique = sorted(set(pairs))
+        width = self.hidden + len(self.blocks) * self.experts
+        made = torch.zeros(len(unique), len(rows), width, dtype=self.dtype, device=self.device)
         where = torch.from_numpy(rows).to(self.device)
-        truth = {p: self._dense(self._e[p + 1][where]) for p in unique}
-        soft = {p: self._soft_choice(p)[where].float() for p in unique}
+        for x, pair in zip(made, unique, strict=True):
+            self._fill(x, pair, rows, where)
+        return made if unique == list(pairs) else made[[unique.index(p) for p in pairs]]
+
+    def batch(self, pairs: Sequence[int], rows: NDArray[np.int64], truth: bool = True) -> Batch:
+        """`pairs[i]` is what net i predicts; a pair may occur more than once. truth: whether it is
+        wanted."""
+        where = torch.from_numpy(rows).to(self.device)
+        unique = sorted(set(pairs)) if truth else []
+        dense = {p: self._dense(self._e[p + 1][where]) for p in unique}
         return Batch(
             self.inputs(pairs, rows),
-            torch.stack([truth[p] for p in pairs]),
-            torch.stack([soft[p] for p in pairs]),
+            torch.stack([dense[p] for p in pairs]) if truth else None,
+            torch.stack([self._soft_choice(p)[where] for p in pairs]).float(),
         )
 
     def frequency(self, pair: int) -> Array:
@@ -155,26 +159,32 @@ class PhaseRows:
             found = {rivals.CROSS_GATE: cross.cpu().numpy(), **found}
         return found
 
-    def _inputs(self, pair: int, rows: NDArray[np.int64], where: Tensor) -> Tensor:
-        a = self._a[pair][where] if pair in self._a else self._gate_inputs(pair, rows)
-        routed = self._w[pair][where] * float(self.scale[pair, self.hidden])
-        parts = [a, self._dense(self._e[pair][where], routed)]
-        if PREVIOUS in self.blocks:
-            parts.append(self._dense(self._prev[pair][where]))
-        if PREVIOUS_NEXT in self.blocks:
-            parts.append(self._dense(self._prev[pair + 1][where]))
-        return torch.cat([p.to(self.dtype) for p in parts], 1)
+    def _fill(self, x: Tensor, pair: int, rows: NDArray[np.int64], where: Tensor) -> None:
+        """x [rows, inputs], zeros: the gate's inputs, and features at their experts' columns."""
+        x[:, : self.hidden] = (
+            self._a[pair][where] if pair in self._a else self._gate_inputs(pair, rows)
+        )
+        sources = {
+            ROUTED: self._e[pair],
+            PREVIOUS: self._prev[pair],
+            PREVIOUS_NEXT: self._prev[pair + 1],
+        }
+        values, columns = [], []
+        for at, block in enumerate(self.blocks):
+            ids = sources[block][where]
+            values.append((ids >= 0).to(self.dtype))
+            columns.append(ids.clamp(min=0).long() + (self.hidden + at * self.experts))
+        values[0] = (self._w[pair][where] * float(self.scale[pair, self.hidden])).to(self.dtype)
+        # added, not set: an expert that is not there adds nothing to the first
+        x.scatter_add_(1, torch.cat(columns, 1), torch.cat(values, 1))
 
     def _gate_inputs(self, pair: int, rows: NDArray[np.int64]) -> Tensor:
         return _bf16(self._traces[pair].a[rows]).to(self.device)
 
-    def _dense(self, ids: Tensor, values: Tensor | None = None) -> Tensor:
-        """fp32 [rows, experts], `values` or 1 at the ids [rows, k]; negative ids are nobody."""
-        at = torch.where(ids < 0, self.experts, ids).long()
-        out = torch.zeros(len(ids), self.experts + 1, device=self.device)
-        if values is None:
-            return out.scatter_(1, at, 1.0)[:, : self.experts]
-        return out.scatter_(1, at, values)[:, : self.experts]
+    def _dense(self, ids: Tensor) -> Tensor:
+        """fp32 [rows, experts], 1 at the ids [rows, k]."""
+        out = torch.zeros(len(ids), self.experts, device=self.device)
+        return out.scatter_(1, ids.long(), 1.0)
 
     def _choice(self, pair: int, a: Tensor) -> Tensor:
         gate = self.gates[self.layers[pair + 1]]

@@ -98,7 +98,7 @@ def select(rows: PhaseRows, trained: Trained, cost: Cost = read_time) -> Selecte
         chosen=best,
         figures=figures,
         temperatures=temperatures,
-        calibration=calibrate(scores[best], chosen, rows.phase),
+        calibration=calibrate(scores[best], chosen, rows.phase, temperatures[best]),
         net=net if best == PHASEPER else None,
         trained=trained,
     )

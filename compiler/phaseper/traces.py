@@ -27,6 +27,7 @@ Array = NDArray[Any]
 FORMAT = 1
 PHASES = ("prefill", "decode")
 STORE, PROGRESS = "store.json", "progress.json"
+BUFFER = 64 << 20  # bytes that a writer gathers: files are many, and a step's rows few
 
 TOKEN_ARRAYS = {"token": np.int32, "document": np.int32, "position": np.int32, "split": np.bool_}
 LAYER_ARRAYS = ("a", "w", "e", "prev")
@@ -174,6 +175,8 @@ class TraceWriter:
         self.path, self.key, self.shape = path, key, shape
         self.done = 0  # the caller's count of what the whole chunks hold
         self._written = dict.fromkeys(PHASES, 0)
+        self._pending: dict[str, list[Array]] = {}  # by file: rows that are not there yet
+        self._bytes = 0  # of them
         if self._resume():
             return
         with disk_errors(path):
@@ -190,18 +193,28 @@ class TraceWriter:
         """The next rows of a phase: for every layer its LAYER_ARRAYS, `a` as float32 [n, hidden],
         which is rounded to bf16, nearest even."""
         count = 0
-        with disk_errors(self.path):
-            for layer, arrays in layers.items():
-                for name in LAYER_ARRAYS:
-                    dtype, _ = self.shape.array(name, phase)
-                    data = to_bfloat16(arrays[name]) if name == "a" else arrays[name].astype(dtype)
-                    with (self.path / layer_file(phase, layer, name)).open("ab") as file:
-                        file.write(data.tobytes())
-                    count = len(data)
+        for layer, arrays in layers.items():
+            for name in LAYER_ARRAYS:
+                dtype, _ = self.shape.array(name, phase)
+                data = to_bfloat16(arrays[name]) if name == "a" else arrays[name].astype(dtype)
+                self._pending.setdefault(layer_file(phase, layer, name), []).append(data)
+                self._bytes += data.nbytes
+                count = len(data)
         self._written[phase] += count
+        if self._bytes > BUFFER:
+            self._write()
+
+    def _write(self) -> None:
+        with disk_errors(self.path):
+            for name, parts in self._pending.items():
+                with (self.path / name).open("ab") as file:
+                    for part in parts:
+                        file.write(part.tobytes())
+        self._pending, self._bytes = {}, 0
 
     def end_chunk(self, done: int) -> None:
         """What was added so far outlives a kill; the next writer here finds `done` again."""
+        self._write()
         self.done = done
         state = {"key": self.key, "done": done, "rows": self._written}
         with writing(self.path / PROGRESS) as file:
@@ -214,6 +227,7 @@ class TraceWriter:
     def finish(self) -> TraceStore:
         """Makes the store one that TraceStore.open reads."""
         assert self._written == dict(self.shape.rows), (self._written, self.shape.rows)
+        self._write()
         data = {"format_version": FORMAT, "key": self.key, "shape": asdict(self.shape)}
         with writing(self.path / STORE) as file:
             file.write_text(json.dumps(data, indent=1), encoding="utf-8")

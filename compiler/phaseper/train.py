@@ -43,11 +43,11 @@ class TrainOptions:
     seed: int = 0
     size_budget: int = 4_200_000  # bytes of one layer's file, both phases
     width: int = 512  # of the widest nets, where the budget allows it
-    batch: int = 512
+    batch: int = 1024
     rows: int = 2_000_000  # that a net is trained on
     epochs: int = 24  # passes over the rows, where there are few
     search_rows: tuple[int, ...] = (40_000, 120_000)  # of the rounds; each halves the candidates
-    learning_rate: float = 3e-3
+    learning_rate: float = 4.5e-3
     weight_decay: float = 0.01
     checks: int = 10  # looks at the validation rows
     patience: int = 4  # looks without a gain before training stops early
@@ -261,16 +261,17 @@ class _Stack:
                     tensor.copy_(state["parameters"][name])
             self.optimizer.load_state_dict(state["optimizer"])
         specs = [j.candidate.loss for j in self.jobs]
+        truth = any(spec.kind != DISTILL for spec in specs)
         frequency = torch.from_numpy(np.stack([rows.frequency(p) for p in pairs]))
         frequency = frequency[:, None].to(rows.device)
-        checks = self.options.checks
+        checks = self.options.checks if self.best.keep else 1  # a search asks for the end alone
         looks = {steps * (i + 1) // checks for i in range(checks)} | {steps}
         batches = _shuffled(rows.train, self.batch, steps, self.options.seed)
         for ids in islice(batches, self.step, None):
             self.step += 1
             for group in self.optimizer.param_groups:
                 group["lr"] = self.options.learning_rate * _schedule(self.step, steps)
-            b = rows.batch(pairs, ids)
+            b = rows.batch(pairs, ids, truth)
             found = forward(self.shape, self.parameters, b.x, rows.dtype)
             loss = stacked_loss(specs, found, b.truth, b.soft, frequency, rows.top_k)
             self.optimizer.zero_grad()

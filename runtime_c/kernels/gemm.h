@@ -154,15 +154,21 @@ static void T(convert)(const float *x, void *y, uint32_t n) {
   if (i < n) T(store_n)(out + i, v16_load_n(x + i, n - i), n - i);
 }
 
+/* How many of lanes [16 i, 16 i + 16) are below `end`. */
+PDS_INLINE uint32_t T(lanes_below)(uint32_t end, uint32_t i) {
+  const uint32_t at = i * PDS_LANES;
+  return end <= at ? 0 : end - at < PDS_LANES ? end - at : PDS_LANES;
+}
+
 static float T(softmax_block)(const float *s, uint32_t lo, uint32_t hi, float scale, float *m,
                               float *l, void *p) {
   const float ninf = -__builtin_inff();
   v16 v[PDS_KEYS / PDS_LANES], top = v16_set1(ninf);
+  const int whole = lo == 0 && hi == PDS_KEYS;
+  PDS_UNROLL
   for (uint32_t i = 0; i < PDS_KEYS / PDS_LANES; i++) {
-    const uint32_t at = i * PDS_LANES;
-    const uint32_t a = lo > at ? (lo - at < PDS_LANES ? lo - at : PDS_LANES) : 0;
-    const uint32_t b = hi > at ? (hi - at < PDS_LANES ? hi - at : PDS_LANES) : 0;
-    v[i] = v16_range(v16_mul(v16_load(s + at), v16_set1(scale)), a < b ? a : b, b, ninf);
+    v[i] = v16_mul(v16_load(s + i * PDS_LANES), v16_set1(scale));
+    if (!whole) v[i] = v16_range(v[i], T(lanes_below)(lo, i), T(lanes_below)(hi, i), ninf);
     top = v16_max(top, v[i]);
   }
   const float block = v16_reduce_max(top);
@@ -172,14 +178,20 @@ static float T(softmax_block)(const float *s, uint32_t lo, uint32_t hi, float sc
                     : m_new; /* all scores -Inf: exp(-Inf - 0) = 0, where -Inf + Inf would be NaN */
   T(elt) *out = p;
   v16 sum = v16_set1(0);
+  PDS_UNROLL
+  for (uint32_t i = 0; i < PDS_KEYS / PDS_LANES; i++) v[i] = v16_exp(v16_sub(v[i], v16_set1(base)));
+  PDS_UNROLL
   for (uint32_t i = 0; i < PDS_KEYS / PDS_LANES; i++) {
-    v16 e = v16_exp(v16_sub(v[i], v16_set1(base)));
-    sum = v16_add(sum, e);
-    T(store_n)(out + i * PDS_LANES, e, PDS_LANES);
+    sum = v16_add(sum, v[i]);
+    T(store_n)(out + i * PDS_LANES, v[i], PDS_LANES);
   }
-  float factor[PDS_LANES];
-  v16_store(factor, v16_exp(v16_set1(*m - base)));
-  *l = *l * factor[0] + v16_reduce_add(sum);
+  float factor = 1;
+  if (*m != base) {
+    float e[PDS_LANES];
+    v16_store(e, v16_exp(v16_set1(*m - base)));
+    factor = e[0];
+  }
+  *l = *l * factor + v16_reduce_add(sum);
   *m = m_new;
-  return factor[0];
+  return factor;
 }

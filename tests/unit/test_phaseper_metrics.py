@@ -141,7 +141,8 @@ def test_hot_and_cold_keep_their_precision() -> None:
     scores = rng.standard_normal((4000, 16)).astype(np.float32)
     noisy = scores + 0.5 * rng.standard_normal(scores.shape)
     chosen = np.argsort(-noisy, axis=1)[:, :4]
-    found = calibrate.calibrate(scores, chosen, "decode")
+    temperature = calibrate.fit_temperature(scores, metrics.membership(chosen, 16), 4)
+    found = calibrate.calibrate(scores, chosen, "decode", temperature)
     p = calibrate.probabilities(scores, 4, found.temperature)
     truth = metrics.membership(chosen, 16)
     hot, cold = p >= np.float32(found.hot), p <= np.float32(found.cold)
@@ -157,5 +158,5 @@ def test_hot_and_cold_keep_their_precision() -> None:
 def test_nothing_is_hot_where_scores_say_nothing() -> None:
     scores = np.zeros((100, 8), np.float32)
     chosen = np.tile(np.arange(2), (100, 1))
-    found = calibrate.calibrate(scores, chosen, "prefill")
+    found = calibrate.calibrate(scores, chosen, "prefill", 1.0)
     assert found.hot > 1 and found.cold < 0
