@@ -40,9 +40,7 @@ def test_one_core(native: test_program.TestProgram) -> None:
 
 
 def test_missing_feature_is_named(tmp_path: Path) -> None:
-    built = test_program.build(
-        tmp_path / "build", find_compiler(), features="sse9", isa_paths=("scalar",)
-    )
+    built = test_program.build(tmp_path / "build", find_compiler(), features="sse9")
     test_program.check(built.run("engine"))
 
 
