@@ -35,8 +35,8 @@ def engine(plan: Path) -> Iterator[pdscope.Engine]:
 
 @pytest.fixture
 def slow(plan: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pdscope.Engine]:
-    """An engine whose steps take 30 ms."""
-    monkeypatch.setenv("FAKE_STEP_MS", "30")
+    """An engine whose steps take 300 ms."""
+    monkeypatch.setenv("FAKE_STEP_MS", "300")
     with pdscope.load(plan) as loaded:
         yield loaded
 
@@ -331,7 +331,7 @@ def run_all(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
 
 
@@ -361,7 +361,7 @@ def test_abandoned_stream_leaves_the_session_usable(engine: pdscope.Engine) -> N
     del stream
     gc.collect()
     run = waiter
-    run.join(10)
+    run.join(120)
     assert found == [(6, 7, 8)]
 
 
@@ -378,8 +378,8 @@ def test_stream_of_a_dead_thread_holds_nobody_up(engine: pdscope.Engine) -> None
 
 def cancel_soon(engine: pdscope.Engine) -> threading.Thread:
     def cancel() -> None:
-        time.sleep(0.1)
-        assert engine.cancel()
+        while not engine.cancel():  # nothing runs yet
+            time.sleep(0.01)
 
     thread = threading.Thread(target=cancel)
     thread.start()
@@ -391,7 +391,7 @@ def test_cancel_stops_a_generation(slow: pdscope.Engine) -> None:
     begin = time.perf_counter()
     with pytest.raises(Cancelled):
         slow.generate([5], max_new_tokens=90, ignore_eos=True)
-    assert time.perf_counter() - begin < 1.5
+    assert time.perf_counter() - begin < 20  # of 27 seconds
     thread.join()
     assert slow.generate([5], max_new_tokens=2).tokens == (6, 7)
 
@@ -446,7 +446,7 @@ def test_close_ends_what_runs(slow: pdscope.Engine) -> None:
     thread.start()
     time.sleep(0.1)
     slow.close()
-    thread.join(10)
+    thread.join(120)
     assert len(errors) == 1
 
 
