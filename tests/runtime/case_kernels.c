@@ -222,8 +222,8 @@ static void check_swiglu(uint32_t rows, uint32_t k, uint32_t cols) {
     }
 }
 
-/* All sizes with each other; with TEST_PAIRS set, each two of rows, k and columns: where an emulator
- * computes, most of the time goes into the expected values. */
+/* All sizes with each other; with TEST_PAIRS set, each two of rows, k and columns: most of
+ * the time goes into the expected values, where an emulator computes them or sanitizers watch. */
 static void gemms(void) {
   const bool pairs = getenv("TEST_PAIRS") != NULL;
   static const uint32_t rows[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 17};

@@ -45,7 +45,13 @@ def test_missing_feature_is_named(tmp_path: Path) -> None:
 
 
 def test_address_and_undefined_behaviour_sanitizers(tmp_path: Path) -> None:
-    test_program.check(sanitized(tmp_path, test_program.ASAN).run())
+    """Of the kernels' products each two sizes; below there are all."""
+    test_program.check(sanitized(tmp_path, test_program.ASAN).run(env={"TEST_PAIRS": "1"}))
+
+
+@pytest.mark.verify
+def test_address_sanitizer_all_sizes(tmp_path: Path) -> None:
+    test_program.check(sanitized(tmp_path, test_program.ASAN).run("kernels"))
 
 
 def test_thread_sanitizer(tmp_path: Path) -> None:
