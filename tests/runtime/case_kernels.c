@@ -233,7 +233,8 @@ static void gemms(void) {
       for (size_t c = 0; c < sizeof cols / sizeof *cols; c++) {
         if (pairs && (r + k + c) % 3 != 0) continue;
         fill(rows[r], ks[k], cols[c], cols[c]);
-        check_gemm((pds_gemm_out)((r + 2 * k) % 3), (r + k) % 2, (k + c) % 2 && rows[r] > 0);
+        check_gemm((pds_gemm_out)((r + k + (pairs ? k : c)) % 3), (r + k) % 2,
+                   (k + c) % 2 && rows[r] > 0);
         check_cuts();
         check_swiglu(rows[r], ks[k], cols[c]);
       }
