@@ -18,6 +18,7 @@ from support.fake_plan import MAX_CONTEXT, MAX_LOGITS, MAX_ROWS, VOCAB
 from support.plans import PlanStore
 
 import pdscope
+from pdscope import native
 from pdscope.errors import BudgetError, Cancelled, InputError, PdscopeError, PlanError, TargetError
 from pdscope.observe import TapEvent
 
@@ -284,6 +285,22 @@ def test_dropped_engines_free_themselves(plan: Path) -> None:
         sessions[0].prefill([1])
         del sessions, stream
         gc.collect()
+
+
+def test_a_session_is_collected_inside_cffi(engine: pdscope.Engine) -> None:
+    """A collection may begin while cffi looks up a function of another library: its lock, which is
+    not reentrant, is held then."""
+    kept = [engine.session()]
+
+    def collect() -> None:
+        with native.ffi()._lock:
+            kept.clear()
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive()
 
 
 def test_threads_share_one_session(engine: pdscope.Engine) -> None:
