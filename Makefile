@@ -61,10 +61,10 @@ format: $(VENV)/.installed-dev
 	$(BIN)/clang-format -i $(C_FILES)
 
 test: lint
-	$(BIN)/pytest -n $(JOBS) -q -m "not verify"
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -q -m "not verify"
 
 verify: lint
-	$(BIN)/pytest -n $(JOBS) -q --run-verify
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -q --run-verify
 
 wheel: $(BIN)/python
 	$(BIN)/python -m pip wheel --disable-pip-version-check -q --no-deps $(PIP_ARGS) -w dist .

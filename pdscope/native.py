@@ -243,10 +243,12 @@ class SessionHandle:
 
     def __init__(self, engine: EngineHandle, max_seqs: int, kv_tokens: int) -> None:
         self._pid = engine.pid
-        self._library = engine.library
+        self._library = engine.library  # what the next is in
         c = ffi()
         options = c.new("pds_session_options *", {"max_seqs": max_seqs, "kv_tokens": kv_tokens})
         out = c.new("pds_session **")
+        # Looked up now: a collection may begin inside cffi's own look-up, whose lock is held then.
+        self._destroy = engine.library.lib.pds_session_destroy
         engine.library.check(engine.library.lib.pds_session_create(engine.pointer, options, out))
         self.pointer = out[0]
         self._shared = engine.shared
@@ -254,7 +256,7 @@ class SessionHandle:
 
     def __del__(self, getpid: Any = os.getpid) -> None:
         if hasattr(self, "_shared") and getpid() == self._pid:
-            self._library.lib.pds_session_destroy(self.pointer)
+            self._destroy(self.pointer)
             self._shared.drop()
 
 

@@ -8,7 +8,12 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
+from hypothesis import settings
 from support.plans import PlanStore
+
+# How long an example takes says nothing on a loaded machine.
+settings.register_profile("pdscope", deadline=None)
+settings.load_profile("pdscope")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

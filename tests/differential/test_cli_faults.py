@@ -319,9 +319,9 @@ def test_disk_full(model: Path) -> None:
     assert "ulimit -f" in line and "space" not in line
     kept = (out.parent / ".out.plan.partial").exists()
     assert kept == ("finished passes are kept" in line)
-    ran = run_command("pdscope-compile", model, "-o", out, "--json")
+    ran = run_here("pdscope-compile", model, "-o", out, "--json")
     assert ran.status == 0, ran.err
-    assert run_command("pdscope-inspect", out, "--verify").status == 0
+    assert run_here("pdscope-inspect", out, "--verify").status == 0
 
 
 def test_no_room_for_the_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

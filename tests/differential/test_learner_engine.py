@@ -71,7 +71,7 @@ def threads_named() -> int:
     return sum(t.name == "pdscope-learner" for t in threading.enumerate())
 
 
-def wait_until(done: Any, seconds: float = 20) -> None:
+def wait_until(done: Any, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end
@@ -265,7 +265,7 @@ def test_ends_with_the_engine(plan: Path) -> None:
     time.sleep(0.3)
     engine.close()
     engine.close()
-    worker.join(20)
+    worker.join(120)
     assert not worker.is_alive() and threads_named() == 0
     with pytest.raises(PdscopeError, match="the engine is closed"):
         engine.learner()
@@ -300,8 +300,8 @@ def test_a_forked_child_leaves_it_alone(plan: Path) -> None:
         here, there = multiprocessing.Pipe()
         process = multiprocessing.get_context("fork").Process(target=child, args=(engine, there))
         process.start()
-        assert here.poll(20) and "before os.fork()" in here.recv()
-        process.join(20)
+        assert here.poll(120) and "before os.fork()" in here.recv()
+        process.join(120)
         assert process.exitcode == 0 and threads_named() == 1
     assert threads_named() == 0
 
@@ -314,7 +314,7 @@ def test_interpreter_ends_without_close(plan: Path) -> None:
         "print(engine.learner()['state'], 'torch' in sys.modules)\n"
     )
     command = [sys.executable, "-c", script, str(plan)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
     assert (done.returncode, done.stdout, done.stderr) == (0, "on False\n", "")
 
 
@@ -322,7 +322,7 @@ def test_command_reports_it(plan: Path) -> None:
     command = [sys.executable, "-m", "pdscope.cli.run", str(plan), "--prompt", "hello", "--json"]
     command += ["--max-new-tokens", "4", "--threads", "1", "--learner", "on"]
     command += ["--learner-threshold", "0.5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
     assert done.returncode == 0, done.stderr
     about = json.loads(done.stdout)["learner"]
     assert about["asked"] == "on" and about["state"] == "on"

@@ -20,7 +20,7 @@ def build(folder: Path) -> Path:
     compiler = shlex.split(os.environ.get("CC", "cc"))
     program = folder / "fuzz_programs"
     sources = [Path(__file__).with_name("fuzz_programs.c"), *(ROOT / "src" / s for s in SOURCES)]
-    flags = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", *SANITIZE]
+    flags = ["-std=c11", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", *SANITIZE]
     includes = [f"-I{ROOT / d}" for d in INCLUDE_DIRS]
     command = [*compiler, *flags, *includes, *map(str, sources), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -5,6 +5,7 @@ for this machine; which of them this CPU can run is `runnable()`.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -12,6 +13,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -23,40 +25,50 @@ FLAGS = ("-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", 
 def shared_object(sources: Sequence[tuple[Path, Sequence[str]]], flags: Sequence[str] = ()) -> Path:
     """A library of (source, its extra flags) with the runtime's include directories.
 
-    The compiler is $CC or cc. The library stays in the temporary directory, under a name made of
-    all that it depends on.
+    The compiler is $CC or cc. The library and its objects stay in the temporary directory, under
+    names made of all that they depend on.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     includes = [f"-I{ROOT / d}" for d in INCLUDE_DIRS]
-    key = hashlib.sha256(repr((compiler, FLAGS, tuple(flags))).encode())
-    for header in sorted((*ROOT.rglob("*.h"), *ROOT.rglob("*.cu"))):
-        key.update(header.read_bytes())
-    for source, extra in sources:
-        key.update(repr((source.name, tuple(extra))).encode() + source.read_bytes())
+    ours = Path(__file__).parent.glob("*.h")
+    headers = digest_of(*ROOT.rglob("*.h"), *ROOT.rglob("*.cu"), *ours)
     folder = Path(tempfile.gettempdir()) / f"pdscope-tests-{os.getuid()}"
     folder.mkdir(exist_ok=True)
-    target = folder / f"{key.hexdigest()[:24]}.so"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        objects = []
-        for i, (source, extra) in enumerate(sources):
-            objects.append(f"{work}/{i}.o")
-            command = [*compiler, *FLAGS, *flags, *extra, *includes, "-c", str(source)]
-            subprocess.run([*command, "-o", objects[-1]], check=True)
-        link = [
-            *compiler,
-            *flags,
-            "-shared",
-            "-pthread",
-            *objects,
-            "-lm",
-            "-ldl",
-            "-o",
-            f"{work}/out.so",
-        ]
-        subprocess.run(link, check=True)
-        Path(work, "out.so").rename(target)
+
+    def one(source: Path, extra: Sequence[str]) -> Path:
+        return object_file([*compiler, *FLAGS, *flags, *extra, *includes], source, headers, folder)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        objects = [job.result() for job in [pool.submit(one, *source) for source in sources]]
+    link = [*compiler, *flags, "-shared", "-pthread", *map(str, objects), "-lm", "-ldl"]
+    key = hashlib.sha256(repr(link).encode()).hexdigest()
+    return _once(folder / f"{key[:24]}.so", link)
+
+
+def object_file(command: Sequence[str], source: Path, headers: bytes, folder: Path) -> Path:
+    """What a compiler makes of a C source, in `folder`; once, whichever processes ask for it.
+
+    `headers`: the digest of all that the source may include.
+    """
+    key = hashlib.sha256(repr((list(command), source.name)).encode() + headers)
+    key.update(source.read_bytes())
+    return _once(folder / f"{key.hexdigest()[:24]}.o", [*command, "-c", str(source)])
+
+
+def digest_of(*files: Path) -> bytes:
+    """Of the files' bytes, in the order of their paths."""
+    return hashlib.sha256(b"".join(f.read_bytes() for f in sorted(files))).digest()
+
+
+def _once(target: Path, command: Sequence[str]) -> Path:
+    """Has a command make `target`, unless it is there; another process that wants it waits."""
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            made = target.with_suffix(".made")
+            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+            assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr[-4000:]}"
+            made.rename(target)
     return target
 
 

@@ -87,7 +87,7 @@ def events_measure_time(gpu: Driver) -> None:
     gpu.ok.cuEventRecord(untimed, stream)
     gpu.ok.cuEventSynchronize(untimed)
     gpu.ok.cuEventQuery(last)
-    assert 0.01 < gpu.ok.cuEventElapsedTime(first, last) < 1000
+    assert 0.01 < gpu.ok.cuEventElapsedTime(first, last) < 60_000
     assert gpu.ok.cuEventElapsedTime(last, first) < -0.01
     out = ffi().new("float *")
     assert gpu.cuEventElapsedTime(out, first, untimed) == "CUDA_ERROR_INVALID_HANDLE"

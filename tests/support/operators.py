@@ -45,7 +45,7 @@ def library() -> Any:
     ops = [ROOT / "src" / f"ops_{name}.c" for name in names]
     ops += [ROOT / "src/status.c", ROOT / "src/net.c"]
     sources: list[tuple[Path, Sequence[str]]] = [(s, ()) for s in (*ops, here / "serial_pool.c")]
-    return ffi.dlopen(str(cc.shared_object([*cc.kernel_sources(), *sources], flags=(f"-I{here}",))))
+    return ffi.dlopen(str(cc.shared_object([*cc.kernel_sources(), *sources])))
 
 
 def ceil(n: int, unit: int) -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from support import cc
+
 from pdscope import config, runtime_c
 from pdscope.compiler.build import (
     COMMON_FLAGS,
@@ -31,7 +33,8 @@ TESTS = Path(__file__).resolve().parents[1] / "runtime"
 # Those of tests/runtime/fake_plan.h.
 MAX_ROWS, EXPERTS, TOP_K, WEIGHT_BYTES = 40, 4, 2, 131072
 
-WARNINGS = ("-Werror", "-UNDEBUG", "-g")
+# Of debug information the lines alone, which sanitizers name: all of it takes twice the time.
+WARNINGS = ("-Werror", "-UNDEBUG", "-g1")
 # -O1: half the time to compile, and half the time to run.
 ASAN = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 TSAN = ("-O1", "-fsanitize=thread")
@@ -167,25 +170,28 @@ def build(
         if not source.startswith("src/ops_")
     ]
     have = tuple(f"-DPDS_HAVE_{p.upper()}" for p in paths if p != "scalar")
-    units += [(source, (*defines, *have)) for source in sorted(TESTS.glob("*.c"))]
+    for source in sorted(TESTS.glob("*.c")):
+        units.append((source, (*(defines if source.stem == "fake_plan" else ()), *have)))
     zig = ("-fno-sanitize=all",) if compiler.zig else ()
     store = config.cache_dir() / "objects"
-    store.mkdir(parents=True, exist_ok=True)
+    own = config.cache_dir() / "test-objects"
+    for place in (store, own):
+        place.mkdir(parents=True, exist_ok=True)
     headers = _digest_headers()
 
-    def one(index: int, source: Path, extra: tuple[str, ...]) -> str:
+    ours = cc.digest_of(*TESTS.glob("*.h"))
+
+    def one(source: Path, extra: tuple[str, ...]) -> str:
         if source.parent.name == "kernels" and not (flags or static or arch):
             # They take long to compile, and hold no assertion: those of the plans do.
             unit = _Unit(root, source.relative_to(root).as_posix(), extra, source.read_bytes())
             return str(_object(unit, compiler, headers, store)[0])
-        made = folder / f"{index:02d}-{source.stem}.o"
         command = [*compiler.command, *COMMON_FLAGS, *WARNINGS, *zig, *extra, *flags, *includes]
-        _run([*command, "-c", str(source), "-o", str(made)])
-        return str(made)
+        return str(cc.object_file(command, source, headers + ours, own))
 
     mock = [(root / source, ()) for source in runtime_c.MOCK_SOURCES if not static]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        jobs = [pool.submit(one, i, *unit) for i, unit in enumerate([*units, *mock])]
+        jobs = [pool.submit(one, *unit) for unit in [*units, *mock]]
         objects = [job.result() for job in jobs]
     binary = folder / "runtime-tests"
     link = [*compiler.command, *flags, "-pthread"]

@@ -1,7 +1,7 @@
 """The GPU's kernels on the CPU: one launch at a time on numpy arrays (runtime_c/mock/simt.h).
 
-May import pdscope.runtime_c, support.cc and support.c_headers. Arrays are device memory, passed by
-address. A norm of 3 rows of 64, say, launched as the launcher would:
+May import pdscope.runtime_c, pdscope.compiler.build, support.cc and support.c_headers. Arrays are
+device memory, passed by address. A norm of 3 rows of 64, say, launched as the launcher would:
 
     p = simt.params("pds_cu_norm", x=x, weight=weight, xn=xn, xact=xact, rows=3, n=64, stride=64,
                     eps=1e-6, act_dtype=2)
@@ -24,6 +24,7 @@ import numpy as np
 from support import cc
 from support.c_headers import declarations
 
+from pdscope.compiler.build import simt_kernels
 from pdscope.runtime_c import ROOT
 
 IMAGE = """
@@ -64,12 +65,23 @@ def ffi() -> Any:
     return interface
 
 
+class Library:
+    """The kernels, which are the mock driver's (they take long to compile), and the functions of
+    cuda/launch_*.c."""
+
+    def __init__(self) -> None:
+        sources = sorted((ROOT / "cuda").glob("launch_*.c"))
+        self.functions = ffi().dlopen(str(cc.shared_object([(s, ()) for s in sources])))
+        self.kernels = ffi().dlopen(str(simt_kernels()))
+        self.pds_simt_image = self.kernels.pds_simt_image
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.functions, name)
+
+
 @cache
-def library() -> Any:
-    """The kernels and the pds_cu_shape_* functions of cuda/launch_*.c, as far as there are any."""
-    sources = [ROOT / "mock" / "simt.c", ROOT / "mock" / "simt_kernels.c"]
-    sources += sorted((ROOT / "cuda").glob("launch_*.c"))
-    return ffi().dlopen(str(cc.shared_object([(s, ()) for s in sources])))
+def library() -> Library:
+    return Library()
 
 
 def pointer(array: np.ndarray) -> Any:

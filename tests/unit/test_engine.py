@@ -18,6 +18,7 @@ from support.fake_plan import MAX_CONTEXT, MAX_LOGITS, MAX_ROWS, VOCAB
 from support.plans import PlanStore
 
 import pdscope
+from pdscope import native
 from pdscope.errors import BudgetError, Cancelled, InputError, PdscopeError, PlanError, TargetError
 from pdscope.observe import TapEvent
 
@@ -35,8 +36,8 @@ def engine(plan: Path) -> Iterator[pdscope.Engine]:
 
 @pytest.fixture
 def slow(plan: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pdscope.Engine]:
-    """An engine whose steps take 30 ms."""
-    monkeypatch.setenv("FAKE_STEP_MS", "30")
+    """An engine whose steps take 300 ms."""
+    monkeypatch.setenv("FAKE_STEP_MS", "300")
     with pdscope.load(plan) as loaded:
         yield loaded
 
@@ -286,6 +287,22 @@ def test_dropped_engines_free_themselves(plan: Path) -> None:
         gc.collect()
 
 
+def test_a_session_is_collected_inside_cffi(engine: pdscope.Engine) -> None:
+    """A collection may begin while cffi looks up a function of another library: its lock, which is
+    not reentrant, is held then."""
+    kept = [engine.session()]
+
+    def collect() -> None:
+        with native.ffi()._lock:
+            kept.clear()
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive()
+
+
 def test_threads_share_one_session(engine: pdscope.Engine) -> None:
     """Calls take turns, so every generation is what it would be alone."""
     expected = {p: engine.generate([p], max_new_tokens=20).tokens for p in range(5, 13)}
@@ -331,7 +348,7 @@ def run_all(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
 
 
@@ -361,7 +378,7 @@ def test_abandoned_stream_leaves_the_session_usable(engine: pdscope.Engine) -> N
     del stream
     gc.collect()
     run = waiter
-    run.join(10)
+    run.join(120)
     assert found == [(6, 7, 8)]
 
 
@@ -378,8 +395,8 @@ def test_stream_of_a_dead_thread_holds_nobody_up(engine: pdscope.Engine) -> None
 
 def cancel_soon(engine: pdscope.Engine) -> threading.Thread:
     def cancel() -> None:
-        time.sleep(0.1)
-        assert engine.cancel()
+        while not engine.cancel():  # nothing runs yet
+            time.sleep(0.01)
 
     thread = threading.Thread(target=cancel)
     thread.start()
@@ -391,7 +408,7 @@ def test_cancel_stops_a_generation(slow: pdscope.Engine) -> None:
     begin = time.perf_counter()
     with pytest.raises(Cancelled):
         slow.generate([5], max_new_tokens=90, ignore_eos=True)
-    assert time.perf_counter() - begin < 1.5
+    assert time.perf_counter() - begin < 20  # of 27 seconds
     thread.join()
     assert slow.generate([5], max_new_tokens=2).tokens == (6, 7)
 
@@ -446,7 +463,7 @@ def test_close_ends_what_runs(slow: pdscope.Engine) -> None:
     thread.start()
     time.sleep(0.1)
     slow.close()
-    thread.join(10)
+    thread.join(120)
     assert len(errors) == 1
 
 

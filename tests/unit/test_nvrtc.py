@@ -340,7 +340,7 @@ def test_stopped_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Timer(0.2, stop.set).start()
     with pytest.raises(TargetError, match="status -9"):
         compile_kernels(find_nvrtc(), "sm_90", stop)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 300  # of 600 seconds
 
 
 def test_a_process_that_starts_slowly(cache: Path, kernels: Kernels, found: Nvrtc) -> None:

@@ -73,7 +73,7 @@ def test_one_core(plan: Path, threads: int, pin: str) -> None:
         preexec_fn=lambda: os.sched_setaffinity(0, {cpu}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(threads or 1), "1"]
@@ -83,10 +83,13 @@ def test_one_core(plan: Path, threads: int, pin: str) -> None:
 def test_idle_is_idle(plan: Path, threads: int) -> None:
     with pdscope.load(plan, threads=threads) as engine:
         engine.prefill([1, 2, 3])
-        time.sleep(0.05)  # the workers notice that the step is over
-        begin = time.process_time()
-        time.sleep(0.5)
-        assert time.process_time() - begin < 0.01
+        # The workers notice that the step is over, on a loaded machine after a while.
+        for _ in range(60):
+            begin = time.process_time()
+            time.sleep(0.25)
+            if time.process_time() - begin < 0.005:
+                return
+        raise AssertionError("an engine that has nothing to do takes processor time")
 
 
 @pytest.mark.skipif(not LINUX, reason="affinity")
@@ -176,7 +179,7 @@ def test_memory_refused(plan: Path) -> None:
         "    print(error)\n"
     )
     command = [sys.executable, "-c", script, str(plan)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     auto, asked = done.stdout.splitlines()
     assert auto.startswith("mmap the operating system refused")

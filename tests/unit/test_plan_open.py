@@ -282,9 +282,9 @@ def test_light_check_is_quick(plan: Path) -> None:
     data["files"] |= {
         f"programs/layer{i:03d}.decode.plan": data["files"]["graph.txt"] for i in range(999)
     }
-    begin = time.perf_counter()
+    begin = time.process_time()
     check_light(data)
-    assert time.perf_counter() - begin < 0.1
+    assert time.process_time() - begin < 0.1
 
 
 def replace(plan: Path, aside: Path) -> None:

@@ -169,10 +169,10 @@ def test_verifying_is_quick() -> None:
     assert len(data) < 250_000
     best = 1.0
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = time.process_time()
         c = CPrograms(data)
         assert c.verify_all() == ""
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.process_time() - begin)
     assert best < 0.03
 
 

