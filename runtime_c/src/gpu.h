@@ -17,6 +17,7 @@
 #include "pool.h"
 #include "program.h"
 #include "residency.h"
+#include "spans.h"
 #include "step.h"
 
 typedef struct pds_gpu pds_gpu;
@@ -127,7 +128,7 @@ typedef struct pds_gpu_policy {
   uint32_t ahead;                          /* prefetches behind them */
   uint16_t *ahead_expert;                  /* [ring], in order */
   uint32_t now;                            /* steps */
-  uint64_t recompiles[3], recompile_ns[3]; /* pds_gpu_info */
+  pds_span_counts recompile[3], recompile_driver[3]; /* pds_gpu_info */
 } pds_gpu_policy;
 
 struct pds_gpu {
@@ -207,6 +208,7 @@ typedef struct pds_gpu_step {
   bool has_shared;   /* and the shared expert is among them */
   bool launches;     /* what is sent from now on is launched as it is sent */
   pds_status pumped; /* what came of the link while the CPU computed */
+  uint64_t driver_ns; /* that this recompile has spent in the driver's calls */
 } pds_gpu_step;
 
 /* --- life --- */

@@ -4,6 +4,7 @@
 
 #include "gpu.h"
 #include "gpu_kernels.h"
+#include "trace.h"
 
 enum {
   HIT_SHARE = 8,         /* a layer's hit rate follows what happens by 1/8 a decision */
@@ -448,11 +449,13 @@ static pds_status send_rows(placing *p) {
   const pds_plan *plan = p->gpu->plan;
   const pds_step_ctx *host = p->step->host;
   if (!p->step->n_holes || pds_gpu_tells_host(p->step)) return PDS_OK; /* kernels read the host's */
-  PDS_CUDA_CALL(p->gpu, "copying an expert's rows", cuMemcpyHtoDAsync,
-                p->step->session->scratch + plan->buffer_offset[PDS_BUF_EXPERT_ROWS],
-                pds_buf(host, PDS_BUF_EXPERT_ROWS), 4 * (uint64_t)host->rows * p->program->top_k,
-                p->gpu->compute);
-  return PDS_OK;
+  const uint64_t begin = pds_now_ns();
+  const CUresult result = p->gpu->cuda.cuMemcpyHtoDAsync(
+      p->step->session->scratch + plan->buffer_offset[PDS_BUF_EXPERT_ROWS],
+      pds_buf(host, PDS_BUF_EXPERT_ROWS), 4 * (uint64_t)host->rows * p->program->top_k,
+      p->gpu->compute);
+  p->step->driver_ns += pds_now_ns() - begin;
+  return pds_gpu_check(p->gpu, result, "copying an expert's rows");
 }
 
 bool pds_gpu_prediction_pays(const pds_gpu_step *step, uint32_t layer, uint32_t phase) {
