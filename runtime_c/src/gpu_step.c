@@ -253,13 +253,14 @@ void pds_gpu_open_step(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *hos
                        pds_gpu_step *out) {
   *out = (pds_gpu_step){.gpu = gpu, .session = session, .host = host};
   out->device = device_context(gpu, session, host);
-  for (uint32_t i = 0; i < host->rows; i++) out->context += host->position[i];
   gpu->step = out;
   host->rounds_out = !gpu->twins && gpu->plan->act_dtype == PDS_BF16;
   if (!gpu->is_virtual) pds_pool_watch(host->pool, pump, out);
 }
 
 pds_status pds_gpu_send_batch(pds_gpu_step *step) {
+  step->context = 0;
+  for (uint32_t i = 0; i < step->host->rows; i++) step->context += step->host->position[i];
   PDS_RETURN_IF_ERROR(send_rows(step));
   PDS_RETURN_IF_ERROR(send_tables(step));
   return launch(step, PDS_KERNEL_ROPE, 0, 0, NULL, 0);
