@@ -142,6 +142,8 @@ typedef struct sort_job {
       at[SORT_PARTS]; /* [experts] in some worker's scratch: counts; then where the next one goes */
 } sort_job;
 
+_Static_assert(sizeof(pds_attention_scratch) >= PDS_MAX_EXPERTS * sizeof(uint32_t), "sort_job.at");
+
 static uint32_t part_begin(const sort_job *job, uint32_t part) {
   return (uint32_t)((uint64_t)job->n * part / job->parts);
 }

@@ -261,16 +261,13 @@ static void list_predicted(placing *p, uint32_t capacity) {
     double sum;
     uint64_t count;
   } of[PDS_MAX_EXPERTS];
-  uint64_t predicted[WORDS] = {0};
+  memset(of, 0, gate->experts * sizeof *of);
   for (uint32_t i = 0; i < picks; i++) {
-    const uint32_t e = (uint32_t)id[i];
-    if (!pds_has(predicted, e)) of[e].sum = of[e].count = 0;
-    pds_put(predicted, e);
-    of[e].count++;
-    of[e].sum += (double)weight[i];
+    of[id[i]].count++;
+    of[id[i]].sum += (double)weight[i];
   }
   for (uint32_t e = 0; e < gate->experts; e++) {
-    if (!pds_has(predicted, e)) continue;
+    if (!of[e].count) continue;
     const double sure = of[e].sum / (double)of[e].count * 65536;
     if (sure < least) continue;
     pds_put(p->policy->draft, e);
