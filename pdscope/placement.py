@@ -85,8 +85,8 @@ class GpuInfo:
     weight_bytes: int
     slot_bytes: int
     expert_bytes: int
-    # By phase, `us` of recompiling a layer, and of that within the driver's calls: None, or n and the
-    # least, median (within 4 %), mean and greatest
+    # By phase, of recompiling a layer, and of that the part within the driver's calls: None, or n,
+    # min, median (within 4 %), mean and max in microseconds
     recompile_us: dict[str, dict[str, float] | None]
     recompile_driver_us: dict[str, dict[str, float] | None]
 
