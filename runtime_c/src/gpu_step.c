@@ -375,11 +375,14 @@ static pds_status on_gpu(pds_gpu_step *step, const pds_program *program, const p
 
 static pds_status recompile(pds_gpu_step *step, const pds_program *program, const pds_instr *in) {
   pds_gpu_policy *policy = &step->gpu->policy;
+  pds_pool *pool = step->host->pool;
+  pds_pool_watch(pool, NULL, NULL); /* the link can wait for so long, and gets more to do */
   const uint64_t begin = pds_now_ns();
   step->driver_ns = 0;
   PDS_RETURN_IF_ERROR(pds_gpu_recompile(step, program, in));
   pds_spans_add(&policy->recompile[program->phase], pds_now_ns() - begin);
   pds_spans_add(&policy->recompile_driver[program->phase], step->driver_ns);
+  if (!step->gpu->is_virtual) pds_pool_watch(pool, pump, step);
   step->defers = step->gpu->real && step->host->n_cpu_holes > 0;
   step->has_shared = program->shared != 0;
   return PDS_OK;
