@@ -164,7 +164,11 @@ static void place_part(void *arg, uint32_t part, uint32_t worker) {
   int32_t *sorted = job->sorted;
   uint32_t *at = job->at[part];
   const uint32_t end = part_begin(job, part + 1);
-  for (uint32_t i = part_begin(job, part); i < end; i++) sorted[at[id[i]]++] = (int32_t)i;
+  for (uint32_t i = part_begin(job, part); i < end; i++) {
+    const uint32_t to = at[id[i]]++;
+    __builtin_prefetch(sorted + to + 64 / sizeof *sorted, 1); /* the expert's next cache line */
+    sorted[to] = (int32_t)i;
+  }
 }
 
 static void sort_many(pds_step_ctx *ctx, sort_job *job, uint32_t experts) {
