@@ -42,6 +42,7 @@ CORE_SOURCES: tuple[str, ...] = (
     "src/learn.c",
     *DECISION_SOURCES,
     "src/residency.c",
+    "src/spans.c",
     "src/gpu.c",
     "src/link.c",
     "src/placement.c",

@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define PDS_ABI_VERSION 7
+#define PDS_ABI_VERSION 8
 
 /* clang-format off */
 #ifndef PDS_CDEF
@@ -112,6 +112,12 @@ typedef struct pds_engine_info {
   const char *plan_hash;
 } pds_engine_info;
 
+/* How long something took, of the `n` times that it was done; 0 if there were none. */
+typedef struct pds_spans {
+  uint64_t n, sum_ns, least_ns, most_ns;
+  uint64_t median_ns; /* within 4 % */
+} pds_spans;
+
 /* A GPU of an engine. Bytes are of its memory. */
 typedef struct pds_gpu_info {
   uint32_t present;       /* 0: everything runs on the CPU; nothing else is set then */
@@ -122,8 +128,9 @@ typedef struct pds_gpu_info {
   uint64_t weight_bytes;  /* of what is used: what is no expert, */
   uint64_t slot_bytes;    /* and the experts' slots; the rest is sessions' */
   uint64_t expert_bytes;  /* one slot */
-  uint64_t recompiles[3]; /* in decode, batch and prefill: layers that were recompiled since the schedule was set, */
-  uint64_t recompile_ns[3]; /* and what that took since their routes were known */
+  pds_spans recompile[3]; /* in decode, batch and prefill, since the schedule was set: recompiling a layer, from
+                           * when its routes are known until all is bound and queued; */
+  pds_spans recompile_driver[3]; /* of each of these times, the part within the driver's calls */
   const char *name;       /* of the device; lives as long as the engine */
 } pds_gpu_info;
 

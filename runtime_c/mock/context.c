@@ -249,12 +249,14 @@ void mock_destroy_context(void) {
   }
   while (mock.streams) mock_free_stream(mock.streams);
   mock.null_stream = NULL;
-  for (CUevent e = mock.events, next; e; e = next) {
-    next = e->next;
-    if (e->record) mock_drop(e->record);
-    free(e);
+  for (uint32_t i = 0; i < 1u << EVENT_BITS; i++) {
+    for (CUevent e = mock.events[i], next; e; e = next) {
+      next = e->next;
+      if (e->record) mock_drop(e->record);
+      free(e);
+    }
+    mock.events[i] = NULL;
   }
-  mock.events = NULL;
   while (mock.modules) mock_free_module(mock.modules);
   mock_free_blocks();
   memset(mock.engines, 0, sizeof mock.engines);

@@ -4,8 +4,13 @@
 
 #include "mock.h"
 
+/* Where an event of this address would be: there may be thousands. */
+static CUevent *list_of(CUevent handle) {
+  return &mock.events[((uintptr_t)handle >> 4) * 0x9e3779b97f4a7c15u >> (64 - EVENT_BITS)];
+}
+
 static CUevent find(CUevent handle) {
-  for (CUevent e = mock.events; e; e = e->next)
+  for (CUevent e = *list_of(handle); e; e = e->next)
     if (e == handle) return e;
   mock_error(CUDA_ERROR_INVALID_HANDLE, "no such event: never created, or destroyed");
   return NULL;
@@ -18,8 +23,9 @@ CUresult cuEventCreate(CUevent *out_event, unsigned flags) {
     return mock_leave(mock_error(CUDA_ERROR_INVALID_VALUE, "flags %u, or no place for it", flags));
   CUevent event = mock_alloc(sizeof *event);
   event->timing = !(flags & CU_EVENT_DISABLE_TIMING);
-  event->next = mock.events;
-  mock.events = event;
+  CUevent *list = list_of(event);
+  event->next = *list;
+  *list = event;
   mock.count.events++;
   *out_event = event;
   return mock_leave(CUDA_SUCCESS);
@@ -30,7 +36,7 @@ CUresult cuEventDestroy_v2(CUevent handle) {
   if (result != CUDA_SUCCESS) return mock_leave(result);
   CUevent event = find(handle);
   if (!event) return mock_leave(CUDA_ERROR_INVALID_HANDLE);
-  CUevent *at = &mock.events;
+  CUevent *at = list_of(event);
   while (*at != event) at = &(*at)->next;
   *at = event->next;
   if (event->record) mock_drop(event->record); /* those who wait for it hold it themselves */

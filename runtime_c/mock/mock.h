@@ -15,6 +15,7 @@
 /* --- work in streams --- */
 
 typedef enum op_kind { OP_H2D, OP_D2H, OP_D2D, OP_MEMSET, OP_KERNEL, OP_WAIT, OP_RECORD } op_kind;
+enum { EVENT_BITS = 10 };
 enum { DIRECTIONS = 2 }; /* OP_H2D and OP_D2H index the copy engines */
 
 enum { LOST_BYTES = 320 }; /* of a text on why a context is lost */
@@ -152,7 +153,7 @@ typedef struct mock_state {
   counters count;
   CUstream streams; /* the NULL stream is the one that was made first */
   CUstream null_stream;
-  CUevent events;
+  CUevent events[1 << EVENT_BITS]; /* lists, by address */
   CUmodule modules;
   block *blocks;
   engine engines[DIRECTIONS];

@@ -17,6 +17,7 @@
 #include "pool.h"
 #include "program.h"
 #include "residency.h"
+#include "spans.h"
 #include "step.h"
 
 typedef struct pds_gpu pds_gpu;
@@ -125,9 +126,11 @@ typedef struct pds_gpu_policy {
   bool predicted;  /* the last layer predicted this one */
   uint64_t draft[PDS_MAX_EXPERTS / 64];    /* experts that the next layer is expected to activate */
   uint32_t ahead;                          /* prefetches behind them */
-  uint16_t *ahead_expert;                  /* [ring], in order */
+  uint16_t *ahead_expert;                  /* [ring], in order, */
+  uint64_t is_ahead[PDS_MAX_EXPERTS / 64]; /* as a set, */
+  uint16_t ahead_at[PDS_MAX_EXPERTS];      /* and of its experts, where in that order */
   uint32_t now;                            /* steps */
-  uint64_t recompiles[3], recompile_ns[3]; /* pds_gpu_info */
+  pds_span_counts recompile[3], recompile_driver[3]; /* pds_gpu_info */
 } pds_gpu_policy;
 
 struct pds_gpu {
@@ -203,10 +206,12 @@ typedef struct pds_gpu_step {
   uint32_t n_sent;   /* of the others, the first ones: those whose copy is queued */
   pds_graph_state graph;
   /* A real GPU's launches behind recompile wait until the CPU's workers have begun with theirs. */
-  bool defers;       /* they do, in this layer */
-  bool has_shared;   /* and the shared expert is among them */
-  bool launches;     /* what is sent from now on is launched as it is sent */
-  pds_status pumped; /* what came of the link while the CPU computed */
+  bool defers;        /* they do, in this layer */
+  bool has_shared;    /* and the shared expert is among them */
+  bool launches;      /* what is sent from now on is launched as it is sent */
+  pds_status pumped;  /* what came of the link while the CPU computed */
+  uint64_t driver_ns; /* that this recompile has spent in the driver's calls */
+  int64_t context;    /* sum of the rows' positions */
 } pds_gpu_step;
 
 /* --- life --- */

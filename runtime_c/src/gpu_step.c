@@ -9,14 +9,6 @@
 
 /* --- launching --- */
 
-/* Tokens whose keys a step's rows attend to, in thousands: beyond the rows themselves, what attention
- * costs. */
-static uint64_t context_of(const pds_step_ctx *host) {
-  uint64_t sum = 0;
-  for (uint32_t i = 0; i < host->rows; i++) sum += (uint64_t)host->position[i];
-  return sum / 1024;
-}
-
 static pds_status launch(pds_gpu_step *step, pds_kernel kernel, uint32_t layer, uint32_t arg,
                          const pds_gpu_hole *holes, uint32_t n) {
   pds_gpu *gpu = step->gpu;
@@ -27,7 +19,7 @@ static pds_status launch(pds_gpu_step *step, pds_kernel kernel, uint32_t layer, 
   for (uint32_t i = 0; i < n; i++) tokens[i] = holes[i].rows;
   args.work = (pds_twin_work){.bytes = sizeof args, .n = holes ? n : 1, .tokens = tokens};
   if (kernel == PDS_KERNEL_LM_HEAD) tokens[0] = step->host->n_logits;
-  if (kernel == PDS_KERNEL_ATTENTION) args.work.extra = context_of(step->host);
+  if (kernel == PDS_KERNEL_ATTENTION) args.work.extra = (uint64_t)step->context / 1024;
   void *params[] = {&args};
   PDS_CUDA_CALL(gpu, pds_kernel_names[kernel], cuLaunchKernel, gpu->kernels[kernel], 1, 1, 1, 1, 1,
                 1, 0, gpu->compute, params, NULL);
@@ -267,6 +259,8 @@ void pds_gpu_open_step(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *hos
 }
 
 pds_status pds_gpu_send_batch(pds_gpu_step *step) {
+  step->context = 0;
+  for (uint32_t i = 0; i < step->host->rows; i++) step->context += step->host->position[i];
   PDS_RETURN_IF_ERROR(send_rows(step));
   PDS_RETURN_IF_ERROR(send_tables(step));
   return launch(step, PDS_KERNEL_ROPE, 0, 0, NULL, 0);
@@ -283,6 +277,7 @@ pds_status pds_gpu_begin(pds_gpu *gpu, pds_gpu_session *session, pds_step_ctx *h
   gpu->policy.now++;
   gpu->policy.free_at = gpu->policy.elapsed = 0;
   gpu->policy.ahead = 0;
+  memset(gpu->policy.is_ahead, 0, sizeof gpu->policy.is_ahead);
   gpu->policy.predicted = false;
   memset(gpu->policy.draft, 0, sizeof gpu->policy.draft);
   return pds_gpu_send_batch(out);
@@ -295,10 +290,7 @@ static void settle(pds_gpu *gpu, bool failed) {
   for (; spec->count; spec->first = (spec->first + 1) % spec->room, spec->count--)
     pds_slot_drop(r, spec->at[spec->first].slot);
   gpu->link.demand.count = 0;
-  for (uint32_t i = 0; i < r->ring; i++) {
-    if (failed && r->cached[i].kept) pds_slot_drop(r, (int32_t)(r->hot + i));
-    r->cached[i].kept = 0;
-  }
+  for (uint32_t l = 0; l < r->layers && r->ring; l++) pds_slots_release(r, l, 0, failed);
 }
 
 pds_status pds_gpu_end(pds_gpu_step *step, pds_status status) {
@@ -383,10 +375,14 @@ static pds_status on_gpu(pds_gpu_step *step, const pds_program *program, const p
 
 static pds_status recompile(pds_gpu_step *step, const pds_program *program, const pds_instr *in) {
   pds_gpu_policy *policy = &step->gpu->policy;
+  pds_pool *pool = step->host->pool;
+  pds_pool_watch(pool, NULL, NULL); /* the link can wait for so long, and gets more to do */
   const uint64_t begin = pds_now_ns();
+  step->driver_ns = 0;
   PDS_RETURN_IF_ERROR(pds_gpu_recompile(step, program, in));
-  policy->recompiles[program->phase]++;
-  policy->recompile_ns[program->phase] += pds_now_ns() - begin;
+  pds_spans_add(&policy->recompile[program->phase], pds_now_ns() - begin);
+  pds_spans_add(&policy->recompile_driver[program->phase], step->driver_ns);
+  if (!step->gpu->is_virtual) pds_pool_watch(pool, pump, step);
   step->defers = step->gpu->real && step->host->n_cpu_holes > 0;
   step->has_shared = program->shared != 0;
   return PDS_OK;

@@ -3,7 +3,9 @@
 #include <math.h>
 #include <string.h>
 
+#include "bits.h"
 #include "ops.h"
+#include "pds_isa.h"
 
 typedef struct layer_job {
   pds_step_ctx *ctx;
@@ -128,30 +130,104 @@ void pds_op_gate(pds_step_ctx *ctx, uint32_t layer) {
   pds_run_rows(ctx, route_item, &job, ctx->rows, PDS_FEW_ROWS);
 }
 
-/* Counting sort of all (row, rank) by expert, stable; then one hole for each expert that has
- * rows. The hole table has room for every expert of the layer, so the counts live in it. */
-void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer) {
-  const pds_gate *gate = &ctx->plan->layers[layer].gate;
-  const int32_t *id = pds_buf(ctx, PDS_BUF_ROUTE_ID);
-  int32_t *sorted = pds_buf(ctx, PDS_BUF_EXPERT_ROWS);
-  pds_hole *hole = ctx->cpu_holes;
-  const uint32_t n = ctx->rows * gate->top_k;
+/* Counting sort of all (row, rank) by expert, stable, by several workers where there are many: each counts
+ * a part of the routes, and then knows where its part of each expert's rows begins. */
+enum { SORT_PARTS = 16, SORT_EACH = 2048 };
 
-  for (uint32_t e = 0; e < gate->experts; e++) hole[e] = (pds_hole){.expert = e};
-  for (uint32_t i = 0; i < n; i++) hole[id[i]].rows++;
+typedef struct sort_job {
+  const int32_t *id;
+  int32_t *sorted;
+  uint32_t n, parts;
+  uint32_t *
+      at[SORT_PARTS]; /* [experts] in some worker's scratch: counts; then where the next one goes */
+} sort_job;
+
+_Static_assert(sizeof(pds_attention_scratch) >= PDS_MAX_EXPERTS * sizeof(uint32_t), "sort_job.at");
+
+static uint32_t part_begin(const sort_job *job, uint32_t part) {
+  return (uint32_t)((uint64_t)job->n * part / job->parts);
+}
+
+static void count_part(void *arg, uint32_t part, uint32_t worker) {
+  (void)worker;
+  sort_job *job = arg;
+  const int32_t *id = job->id;
+  uint32_t *at = job->at[part];
+  const uint32_t end = part_begin(job, part + 1);
+  for (uint32_t i = part_begin(job, part); i < end; i++) at[id[i]]++;
+}
+
+static void place_part(void *arg, uint32_t part, uint32_t worker) {
+  (void)worker;
+  sort_job *job = arg;
+  const int32_t *id = job->id;
+  int32_t *sorted = job->sorted;
+  uint32_t *at = job->at[part];
+  const uint32_t end = part_begin(job, part + 1);
+  for (uint32_t i = part_begin(job, part); i < end; i++) {
+    const uint32_t to = at[id[i]]++;
+    __builtin_prefetch(sorted + to + 64 / sizeof *sorted, 1); /* the expert's next cache line */
+    sorted[to] = (int32_t)i;
+  }
+}
+
+static void sort_many(pds_step_ctx *ctx, sort_job *job, uint32_t experts) {
+  const uint32_t threads = pds_pool_threads(ctx->pool);
+  job->parts = job->n / SORT_EACH;
+  if (job->parts > SORT_PARTS) job->parts = SORT_PARTS;
+  if (job->parts > threads) job->parts = threads;
+  if (!job->parts) job->parts = 1;
+  for (uint32_t p = 0; p < job->parts; p++) {
+    job->at[p] = pds_worker_scratch(ctx, p);
+    memset(job->at[p], 0, experts * sizeof *job->at[p]);
+  }
+  pds_pool_run(ctx->pool, count_part, job, job->parts);
   uint32_t first = 0;
-  for (uint32_t e = 0; e < gate->experts; e++) {
-    hole[e].first = first;
-    first += hole[e].rows;
+  for (uint32_t e = 0; e < experts; e++) {
+    const uint32_t begin = first;
+    for (uint32_t p = 0; p < job->parts; p++) {
+      const uint32_t count = job->at[p][e];
+      job->at[p][e] = first;
+      first += count;
+    }
+    if (first > begin)
+      ctx->cpu_holes[ctx->n_cpu_holes++] =
+          (pds_hole){.expert = e, .first = begin, .rows = first - begin};
   }
-  for (uint32_t i = 0; i < n; i++) sorted[hole[id[i]].first++] = (int32_t)i;
-  uint32_t bound = 0;
-  for (uint32_t e = 0; e < gate->experts; e++) {
-    const pds_hole h = hole[e];
-    if (h.rows)
-      hole[bound++] = (pds_hole){.expert = h.expert, .first = h.first - h.rows, .rows = h.rows};
+  pds_pool_run(ctx->pool, place_part, job, job->parts);
+}
+
+/* Few routes: no look at the experts that nobody chose. */
+static void sort_few(pds_step_ctx *ctx, const sort_job *job, uint32_t experts) {
+  uint64_t chosen[PDS_MAX_EXPERTS / 64];
+  uint32_t at[PDS_MAX_EXPERTS], first = 0;
+  memset(chosen, 0, pds_words(experts) * sizeof *chosen);
+  for (uint32_t i = 0; i < job->n; i++) {
+    const uint32_t e = (uint32_t)job->id[i];
+    at[e] = pds_has(chosen, e) ? at[e] + 1 : 1;
+    pds_put(chosen, e);
   }
-  ctx->n_cpu_holes = bound;
+  for (uint32_t w = 0; w < pds_words(experts); w++)
+    for (uint64_t left = chosen[w]; left; left &= left - 1) {
+      const uint32_t e = 64 * w + pds_lowest(left), rows = at[e];
+      ctx->cpu_holes[ctx->n_cpu_holes++] = (pds_hole){.expert = e, .first = first, .rows = rows};
+      at[e] = first;
+      first += rows;
+    }
+  for (uint32_t i = 0; i < job->n; i++) job->sorted[at[job->id[i]]++] = (int32_t)i;
+}
+
+void pds_op_recompile(pds_step_ctx *ctx, uint32_t layer) {
+  enum { FEW = 256 };
+  const pds_gate *gate = &ctx->plan->layers[layer].gate;
+  sort_job job = {.id = pds_buf(ctx, PDS_BUF_ROUTE_ID),
+                  .sorted = pds_buf(ctx, PDS_BUF_EXPERT_ROWS),
+                  .n = ctx->rows * gate->top_k};
+  ctx->n_cpu_holes = 0;
+  if (job.n <= FEW)
+    sort_few(ctx, &job, gate->experts);
+  else
+    sort_many(ctx, &job, gate->experts);
 }
 
 /* Points g->w, that of expert 0, to hole i's. An expert is one blob: gate_up, then down. */

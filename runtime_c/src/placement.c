@@ -4,6 +4,7 @@
 
 #include "gpu.h"
 #include "gpu_kernels.h"
+#include "trace.h"
 
 enum {
   HIT_SHARE = 8,         /* a layer's hit rate follows what happens by 1/8 a decision */
@@ -14,32 +15,55 @@ enum {
 
 /* --- lists --- */
 
-static bool after(const pds_due *a, const pds_due *b) {
-  if (a->tokens != b->tokens) return a->tokens > b->tokens;
-  if (a->popularity != b->popularity) return a->popularity > b->popularity;
-  return a->expert > b->expert;
+/* A list's order: coldest first. */
+static uint64_t key_of(const pds_due *due, uint32_t index) {
+  _Static_assert(PDS_MAX_EXPERTS <= 1 << 10 && PDS_MAX_ROWS < 1 << 22, "a key's parts");
+  return (uint64_t)due->tokens << 42 | (uint64_t)due->popularity << 10 | index;
 }
 
-static void sift(pds_due *x, uint32_t root, uint32_t n) {
-  const pds_due moved = x[root];
-  for (uint32_t child; (child = 2 * root + 1) < n; root = child) {
-    if (child + 1 < n && after(&x[child + 1], &x[child])) child++;
-    if (!after(&x[child], &moved)) break;
-    x[root] = x[child];
+/* Two ascending runs become one. */
+static void merge(const uint64_t *a, uint32_t n_a, const uint64_t *b, uint32_t n_b, uint64_t *out) {
+  uint32_t i = 0, j = 0;
+  while (i < n_a && j < n_b) {
+    const uint64_t x = a[i], y = b[j];
+    const bool first = x < y;
+    *out++ = first ? x : y;
+    i += first;
+    j += !first;
   }
-  x[root] = moved;
+  while (i < n_a) *out++ = a[i++];
+  while (j < n_b) *out++ = b[j++];
 }
 
-/* Ascending, in place. */
+static void sort_run(uint64_t *x, uint32_t n) {
+  for (uint32_t i = 1; i < n; i++) {
+    const uint64_t moved = x[i];
+    uint32_t at = i;
+    for (; at && x[at - 1] > moved; at--) x[at] = x[at - 1];
+    x[at] = moved;
+  }
+}
+
+/* Ascending; those at the same place in tokens and popularity are in the order of their experts, and stay
+ * so. */
 static void sort(pds_due *x, uint32_t n) {
-  for (uint32_t i = n / 2; i-- > 0;) sift(x, i, n);
-  while (n-- > 1) {
-    const pds_due last = x[n];
-    x[n] = x[0];
-    x[0] = last;
-    sift(x, 0, n);
-  }
+  enum { RUN = 8 };
+  uint64_t keys[2][PDS_MAX_EXPERTS];
+  pds_due old[PDS_MAX_EXPERTS];
+  if (n < 2) return;
+  for (uint32_t i = 0; i < n; i++) keys[0][i] = key_of(&x[i], i);
+  for (uint32_t i = 0; i < n; i += RUN) sort_run(keys[0] + i, n - i < RUN ? n - i : RUN);
+  uint32_t from = 0;
+  for (uint32_t run = RUN; run < n; run *= 2, from = !from)
+    for (uint32_t i = 0; i < n; i += 2 * run) {
+      const uint32_t n_a = n - i < run ? n - i : run, both = n - i < 2 * run ? n - i : 2 * run;
+      merge(keys[from] + i, n_a, keys[from] + i + n_a, both - n_a, keys[!from] + i);
+    }
+  memcpy(old, x, n * sizeof *x);
+  for (uint32_t i = 0; i < n; i++) x[i] = old[keys[from][i] % (1 << 10)];
 }
+
+enum { WORDS = PDS_MAX_EXPERTS / 64 };
 
 typedef struct placing {
   pds_gpu_step *step;
@@ -48,12 +72,14 @@ typedef struct placing {
   pds_residency *residency;
   const pds_program *program;
   uint32_t layer, n_cur, n_res, n_late, n_next;
-  uint32_t free;                     /* slots that may be taken when the decision is made */
-  int64_t backlog;                   /* until the last of the late ones has arrived */
-  int64_t next_gpu;                  /* of predicted experts that are there */
-  uint16_t hole_of[PDS_MAX_EXPERTS]; /* of activated experts: index into the host's holes */
-  uint16_t
-      recalled[PDS_MAX_EXPERTS]; /* experts whose prefetch was not yet sent whole: 1 + its index */
+  uint32_t free;     /* slots that may be taken when the decision is made */
+  int64_t attention; /* ns */
+  int64_t backlog;   /* until the last of the late ones has arrived */
+  int64_t next_gpu;  /* of predicted experts that are there */
+  uint64_t activated[WORDS], is_recalled[WORDS]; /* sets of experts, and of each of them: */
+  uint16_t hole_of[PDS_MAX_EXPERTS];             /* index into the host's holes */
+  uint16_t recall_of[PDS_MAX_EXPERTS];           /* and into `recalled` */
+  pds_transfer recalled[PDS_MAX_EXPERTS];        /* prefetches that were not yet sent whole */
 } placing;
 
 static size_t expert_at(const placing *p, uint32_t layer, uint32_t expert) {
@@ -88,39 +114,36 @@ static void pause(placing *p) {
 
 /* The experts that the last decision prefetched: those not activated are forgotten, and what of
  * them was sent is wasted. The hit rate follows. */
-static void settle_prefetches(placing *p, const uint8_t *activated, const pds_transfer *recalled,
-                              uint32_t n_recalled) {
+static void settle_prefetches(placing *p) {
   pds_gpu_policy *policy = p->policy;
+  pds_residency *r = p->residency;
   pds_ledger *ledger = &policy->ledger[p->layer];
-  for (uint32_t e = 0; e < p->residency->experts; e++) {
-    if (!(policy->draft[e / 64] >> e % 64 & 1)) continue;
-    ledger->drafted++;
-    ledger->drafted_right += activated[e];
+  for (uint32_t w = 0; w < r->words; w++) {
+    ledger->drafted += pds_count(policy->draft[w]);
+    ledger->drafted_right += pds_count(policy->draft[w] & p->activated[w]);
+    policy->draft[w] = 0;
   }
-  memset(policy->draft, 0, sizeof policy->draft);
   const uint64_t bytes = p->gpu->plan->layers[p->layer].experts.gate_up.stride;
   uint32_t hits = 0;
   for (uint32_t j = 0; j < policy->ahead; j++) {
     const uint32_t e = policy->ahead_expert[j];
-    uint64_t sent = bytes;
-    for (uint32_t i = 0; i < n_recalled; i++)
-      if (recalled[i].expert == e) sent = recalled[i].issued;
+    const uint64_t sent = pds_has(p->is_recalled, e) ? p->recalled[p->recall_of[e]].issued : bytes;
     ledger->prefetches++;
-    if (activated[e]) {
+    if (pds_has(p->activated, e)) {
       hits++;
       ledger->useful_bytes += bytes;
       if (arrival(policy, j) > 0) ledger->late_bytes += bytes;
       continue;
     }
     ledger->wasted_bytes += sent;
-    const int32_t slot = pds_slot_of(p->residency, p->layer, e);
-    if (slot != PDS_NO_SLOT && sent < bytes) pds_slot_drop(p->residency, slot);
+    const int32_t slot = pds_slot_of(r, p->layer, e);
+    if (slot != PDS_NO_SLOT && sent < bytes) pds_slot_drop(r, slot);
   }
-  for (uint32_t e = 0; e < p->residency->experts; e++) { /* predicted ones may go now */
-    const int32_t slot = pds_slot_of(p->residency, p->layer, e);
-    pds_cached *c = slot == PDS_NO_SLOT ? NULL : pds_cached_of(p->residency, slot);
-    if (c && c->kept && !activated[e]) pds_slot_keep(p->residency, c, 0);
-  }
+  for (uint32_t w = 0; w < r->words; w++) /* predicted ones may go now */
+    for (uint64_t left = pds_kept_of(r, p->layer)[w] & ~p->activated[w]; left; left &= left - 1) {
+      const int32_t slot = pds_slot_of(r, p->layer, 64 * w + pds_lowest(left));
+      pds_slot_keep(r, pds_cached_of(r, slot), 0);
+    }
   if (!policy->ahead) return;
   uint32_t *hit = &policy->hit_q16[3 * p->layer + p->program->phase];
   *hit = *hit - *hit / HIT_SHARE + 65536 / HIT_SHARE * hits / policy->ahead;
@@ -144,10 +167,10 @@ static void settle_prediction(placing *p) {
   if (!policy->predicted) return;
   policy->predicted = false;
   int64_t gained = 0;
-  for (uint32_t j = 0; j < policy->ahead; j++)
-    for (uint32_t i = 0; i < host->n_cpu_holes; i++)
-      if (host->cpu_holes[i].expert == policy->ahead_expert[j])
-        gained += saved(p, host->cpu_holes[i].rows);
+  for (uint32_t j = 0; j < policy->ahead; j++) {
+    const uint32_t e = policy->ahead_expert[j];
+    if (pds_has(p->activated, e)) gained += saved(p, host->cpu_holes[p->hole_of[e]].rows);
+  }
   int64_t *gain = &policy->gain[3 * p->layer + p->program->phase];
   *gain += gained / HIT_SHARE - *gain / HIT_SHARE;
   if (*gain >= policy->costs.predict) return;
@@ -176,8 +199,9 @@ static void label(placing *p, int32_t slot, uint32_t layer, uint32_t expert) {
 static void list_activated(placing *p) {
   const pds_step_ctx *host = p->step->host;
   pds_gpu_policy *policy = p->policy;
-  pds_due late[PDS_MAX_EXPERTS];
-  uint32_t n_late = 0;
+  pds_due late[PDS_MAX_EXPERTS]; /* by the order of their prefetches */
+  uint64_t is_late[WORDS];
+  memset(is_late, 0, p->residency->words * sizeof *is_late);
   for (uint32_t i = 0; i < host->n_cpu_holes; i++) {
     const pds_hole *hole = &host->cpu_holes[i];
     const pds_due due = {.expert = hole->expert,
@@ -186,31 +210,35 @@ static void list_activated(placing *p) {
                          .weight = weight_of(p, hole)};
     const int32_t slot = pds_slot_of(p->residency, p->layer, hole->expert);
     const uint32_t score = score_of(p, &due);
-    p->hole_of[hole->expert] = (uint16_t)i;
     if (slot == PDS_NO_SLOT) {
       policy->cur[p->n_cur++] = due;
       continue;
     }
     pds_cached *cached = pds_cached_of(p->residency, slot);
-    bool is_late = false;
+    uint32_t j = 0;
+    bool comes_late = false;
     if (cached) {
-      for (uint32_t j = 0; j < policy->ahead && !is_late; j++)
-        is_late = policy->ahead_expert[j] == hole->expert && arrival(policy, j) > 0;
+      if (pds_has(policy->is_ahead, due.expert)) {
+        j = policy->ahead_at[due.expert];
+        comes_late = arrival(policy, j) > 0;
+      }
       pds_slot_keep(p->residency, cached, PDS_KEPT_IN_USE);
       cached->used = policy->now;
       cached->popularity = due.popularity;
       cached->score = score;
     }
-    if (is_late)
-      late[n_late++] = due;
-    else
+    if (comes_late) {
+      late[j] = due;
+      pds_put(is_late, j);
+    } else {
       policy->res[p->n_res++] = due;
+    }
   }
   /* The late ones in order of arrival. */
-  for (uint32_t j = 0; j < policy->ahead && n_late; j++)
-    for (uint32_t i = 0; i < n_late; i++) {
-      if (late[i].expert != policy->ahead_expert[j]) continue;
-      policy->res[p->n_res++] = late[i];
+  for (uint32_t w = 0; w < p->residency->words; w++)
+    for (uint64_t left = is_late[w]; left; left &= left - 1) {
+      const uint32_t j = 64 * w + pds_lowest(left);
+      policy->res[p->n_res++] = late[j];
       p->n_late++;
       p->backlog = arrival(policy, j);
     }
@@ -229,20 +257,21 @@ static void list_predicted(placing *p, uint32_t capacity) {
   const int32_t *id = pds_buf(host, PDS_BUF_PREDICT_ID);
   const float *weight = pds_buf(host, PDS_BUF_PREDICT_W);
   const double least = p->policy->sure_q16[3 * target + p->program->phase];
-  uint32_t count[PDS_MAX_EXPERTS];
-  double sum[PDS_MAX_EXPERTS];
-  memset(count, 0, gate->experts * sizeof *count);
-  memset(sum, 0, gate->experts * sizeof *sum);
+  struct {
+    double sum;
+    uint64_t count;
+  } of[PDS_MAX_EXPERTS];
+  memset(of, 0, gate->experts * sizeof *of);
   for (uint32_t i = 0; i < picks; i++) {
-    count[id[i]]++;
-    sum[id[i]] += (double)weight[i];
+    of[id[i]].count++;
+    of[id[i]].sum += (double)weight[i];
   }
   for (uint32_t e = 0; e < gate->experts; e++) {
-    if (!count[e]) continue;
-    const double sure = sum[e] / count[e] * 65536;
+    if (!of[e].count) continue;
+    const double sure = of[e].sum / (double)of[e].count * 65536;
     if (sure < least) continue;
-    p->policy->draft[e / 64] |= (uint64_t)1 << e % 64;
-    uint64_t tokens = (uint64_t)count[e] * host->predict_step;
+    pds_put(p->policy->draft, e);
+    uint64_t tokens = of[e].count * host->predict_step;
     if (tokens > host->rows) tokens = host->rows;
     const int32_t slot = pds_slot_of(p->residency, target, e);
     if (slot != PDS_NO_SLOT) {
@@ -263,13 +292,10 @@ static void list_predicted(placing *p, uint32_t capacity) {
 /* --- the decision --- */
 
 static int64_t attention_ns(const placing *p) {
-  const pds_step_ctx *host = p->step->host;
   const pds_costs *costs = &p->policy->costs;
   const int64_t each =
       p->program->phase == PDS_PHASE_PREFILL ? costs->context_row_prefill : costs->context_row;
-  int64_t context = 0;
-  for (uint32_t i = 0; i < host->rows; i++) context += host->position[i];
-  return pds_cost_at(&costs->attention, host->rows) + each * (context / 1024);
+  return pds_cost_at(&costs->attention, p->step->host->rows) + each * (p->step->context / 1024);
 }
 
 static void decide(placing *p, pds_decision *out) {
@@ -297,7 +323,7 @@ static void decide(placing *p, pds_decision *out) {
                      : 0,
       .free_slots = p->free,
       .stream = 1,
-      .attention = attention_ns(p),
+      .attention = p->attention,
       .backlog = p->backlog,
       .gpu_busy = shared ? pds_cost_at(&costs->shared, rows) : 0,
       .next_gpu = p->next_gpu + (next_shared ? pds_cost_at(&costs->shared, rows) : 0)};
@@ -324,7 +350,7 @@ static void expect(placing *p, const pds_decision *d) {
   int64_t end = cpu > gpu ? cpu : gpu;
   if (d->n_on && link + costs->gpu_start + last > end) end = link + costs->gpu_start + last;
   policy->free_at = d->n_on || p->backlog ? link : costs->io_start;
-  policy->elapsed = end + attention_ns(p);
+  policy->elapsed = end + p->attention;
 }
 
 /* --- binding --- */
@@ -343,39 +369,62 @@ static pds_gpu_hole *bind(placing *p, uint32_t expert, int32_t slot) {
   return hole;
 }
 
+static pds_status ask_arrived(placing *p, uint32_t expert, bool *out_arrived) {
+  const uint64_t begin = pds_now_ns();
+  const pds_status status =
+      pds_link_arrived(p->gpu, pds_slot_of(p->residency, p->layer, expert), out_arrived);
+  p->step->driver_ns += pds_now_ns() - begin;
+  return status;
+}
+
+/* How many of the prefetches that were sent, in that order, have arrived: they do so one after the other. */
+static pds_status count_arrived(placing *p, const uint16_t *sent, uint32_t n, uint32_t *out_n) {
+  uint32_t low = 0, high = n; /* that have; that may have */
+  for (uint32_t asked = n; low < high; asked = (low + high + 1) / 2) {
+    bool arrived;
+    PDS_RETURN_IF_ERROR(ask_arrived(p, sent[asked - 1], &arrived));
+    if (arrived)
+      low = asked;
+    else
+      high = asked - 1;
+  }
+  *out_n = low;
+  return PDS_OK;
+}
+
 /* ?r: first those that are there; then those on their way, in order: sent ones, and those that the
  * link takes up again before anything else. */
-static pds_status bind_residents(placing *p, const pds_transfer *recalled) {
+static pds_status bind_residents(placing *p) {
   pds_gpu_step *step = p->step;
-  const pds_due *res = p->policy->res;
-  bool arrived[PDS_MAX_EXPERTS];
-  uint64_t ahead[PDS_MAX_EXPERTS / 64] = {0};
-  for (uint32_t j = 0; j < p->policy->ahead; j++) {
-    const uint32_t e = p->policy->ahead_expert[j];
-    ahead[e / 64] |= (uint64_t)1 << e % 64;
+  const pds_gpu_policy *policy = p->policy;
+  uint16_t coming[PDS_MAX_EXPERTS];
+  uint32_t n = 0, n_sent = 0, n_arrived;
+  for (uint32_t j = 0; j < policy->ahead; j++) {
+    const uint32_t e = policy->ahead_expert[j];
+    if (!pds_has(p->activated, e)) continue;
+    coming[n++] = (uint16_t)e;
+    n_sent += !pds_has(p->is_recalled, e); /* the first ones */
   }
-  for (uint32_t i = 0; i < p->n_res; i++) {
-    const uint32_t e = res[i].expert;
-    arrived[i] = !(ahead[e / 64] >> e % 64 & 1); /* the others' copies ended with an earlier step */
-    if (!arrived[i] && !p->recalled[e])
-      PDS_RETURN_IF_ERROR(
-          pds_link_arrived(p->gpu, pds_slot_of(p->residency, p->layer, e), &arrived[i]));
-    if (arrived[i]) bind(p, e, pds_slot_of(p->residency, p->layer, e));
+  PDS_RETURN_IF_ERROR(count_arrived(p, coming, n_sent, &n_arrived));
+  uint64_t late[WORDS];
+  memset(late, 0, p->residency->words * sizeof *late);
+  for (uint32_t k = n_arrived; k < n; k++) pds_put(late, coming[k]);
+  for (uint32_t i = 0; i < p->n_res; i++) { /* others' copies ended with an earlier step */
+    const uint32_t e = policy->res[i].expert;
+    if (!pds_has(late, e)) bind(p, e, pds_slot_of(p->residency, p->layer, e));
   }
   step->n_ready = step->n_holes;
-  for (uint32_t j = 0; j < p->policy->ahead; j++)
-    for (uint32_t i = 0; i < p->n_res; i++) {
-      const uint32_t e = res[i].expert;
-      if (arrived[i] || e != p->policy->ahead_expert[j]) continue;
-      pds_gpu_hole *hole = bind(p, e, pds_slot_of(p->residency, p->layer, e));
-      if (!p->recalled[e]) {
-        step->n_sent++;
-        continue;
-      }
-      pds_transfer t = recalled[p->recalled[e] - 1];
-      t.hole = hole;
-      pds_link_load(p->gpu, &t);
+  for (uint32_t k = n_arrived; k < n; k++) {
+    const uint32_t e = coming[k];
+    pds_gpu_hole *hole = bind(p, e, pds_slot_of(p->residency, p->layer, e));
+    if (k < n_sent) {
+      step->n_sent++;
+      continue;
     }
+    pds_transfer t = p->recalled[p->recall_of[e]];
+    t.hole = hole;
+    pds_link_load(p->gpu, &t);
+  }
   return PDS_OK;
 }
 
@@ -428,6 +477,8 @@ static void bind_prefetches(placing *p, const pds_decision *d, uint32_t capacity
     label(p, slot, p->layer + 1, e);
     const pds_transfer t = {.layer = p->layer + 1, .expert = e, .slot = slot};
     pds_link_prefetch(p->gpu, &t);
+    pds_put(policy->is_ahead, e);
+    policy->ahead_at[e] = (uint16_t)policy->ahead;
     policy->ahead_expert[policy->ahead++] = (uint16_t)e;
   }
 }
@@ -448,33 +499,52 @@ static pds_status send_rows(placing *p) {
   const pds_plan *plan = p->gpu->plan;
   const pds_step_ctx *host = p->step->host;
   if (!p->step->n_holes || pds_gpu_tells_host(p->step)) return PDS_OK; /* kernels read the host's */
-  PDS_CUDA_CALL(p->gpu, "copying an expert's rows", cuMemcpyHtoDAsync,
-                p->step->session->scratch + plan->buffer_offset[PDS_BUF_EXPERT_ROWS],
-                pds_buf(host, PDS_BUF_EXPERT_ROWS), 4 * (uint64_t)host->rows * p->program->top_k,
-                p->gpu->compute);
-  return PDS_OK;
+  const uint64_t begin = pds_now_ns();
+  const CUresult result = p->gpu->cuda.cuMemcpyHtoDAsync(
+      p->step->session->scratch + plan->buffer_offset[PDS_BUF_EXPERT_ROWS],
+      pds_buf(host, PDS_BUF_EXPERT_ROWS), 4 * (uint64_t)host->rows * p->program->top_k,
+      p->gpu->compute);
+  p->step->driver_ns += pds_now_ns() - begin;
+  return pds_gpu_check(p->gpu, result, "copying an expert's rows");
 }
 
 bool pds_gpu_prediction_pays(const pds_gpu_step *step, uint32_t layer, uint32_t phase) {
   return step->host->predicts && !step->gpu->policy.paused[3 * (layer + 1) + phase];
 }
 
+/* What the gate chose; and the prefetches for this layer that were not sent whole. */
+static void open_layer(placing *p) {
+  const pds_step_ctx *host = p->step->host;
+  const size_t bytes = p->residency->words * sizeof *p->activated;
+  memset(p->activated, 0, bytes);
+  memset(p->is_recalled, 0, bytes);
+  for (uint32_t i = 0; i < host->n_cpu_holes; i++) {
+    const uint32_t e = host->cpu_holes[i].expert;
+    pds_put(p->activated, e);
+    p->hole_of[e] = (uint16_t)i;
+  }
+  const uint32_t n = pds_link_recall(p->gpu, p->recalled);
+  for (uint32_t i = 0; i < n; i++) {
+    pds_put(p->is_recalled, p->recalled[i].expert);
+    p->recall_of[p->recalled[i].expert] = (uint16_t)i;
+  }
+  p->n_cur = p->n_res = p->n_late = p->n_next = 0;
+  p->backlog = p->next_gpu = 0;
+  p->attention = attention_ns(p);
+}
+
 pds_status pds_gpu_recompile(pds_gpu_step *step, const pds_program *program, const pds_instr *in) {
-  placing p = {.step = step,
-               .gpu = step->gpu,
-               .policy = &step->gpu->policy,
-               .residency = &step->gpu->residency,
-               .program = program,
-               .layer = (uint32_t)program->layer};
-  pds_step_ctx *host = step->host;
-  pds_transfer recalled[PDS_MAX_EXPERTS];
-  uint8_t activated[PDS_MAX_EXPERTS] = {0};
-  pds_op_recompile(host, p.layer);
-  for (uint32_t i = 0; i < host->n_cpu_holes; i++) activated[host->cpu_holes[i].expert] = 1;
-  const uint32_t n_recalled = pds_link_recall(p.gpu, recalled);
-  for (uint32_t i = 0; i < n_recalled; i++) p.recalled[recalled[i].expert] = (uint16_t)(i + 1);
+  placing p; /* large, and most of it is not used: no initialiser */
+  p.step = step;
+  p.gpu = step->gpu;
+  p.policy = &step->gpu->policy;
+  p.residency = &step->gpu->residency;
+  p.program = program;
+  p.layer = (uint32_t)program->layer;
+  pds_op_recompile(step->host, p.layer);
+  open_layer(&p);
   settle_prediction(&p);
-  settle_prefetches(&p, activated, recalled, n_recalled);
+  settle_prefetches(&p);
   list_activated(&p);
   const uint32_t ahead = in->hole_cap[PDS_HOLE_N];
   list_predicted(&p, ahead);
@@ -486,29 +556,20 @@ pds_status pds_gpu_recompile(pds_gpu_step *step, const pds_program *program, con
   step->n_holes = step->n_ready = step->n_sent = 0;
   step->launches = false;
   memset(step->session->on_gpu, 0, p.residency->experts);
-  PDS_RETURN_IF_ERROR(bind_residents(&p, recalled));
+  PDS_RETURN_IF_ERROR(bind_residents(&p));
   d.n_on = bind_loads(&p, &d);
   expect(&p, &d);
   p.policy->ahead = 0;
+  memset(p.policy->is_ahead, 0, p.residency->words * sizeof *p.policy->is_ahead);
   bind_prefetches(&p, &d, ahead);
   bind_cpu(&p);
   return send_rows(&p);
 }
 
 uint32_t pds_gpu_unload(pds_gpu_step *step) {
-  pds_residency *r = &step->gpu->residency;
   const bool keep = pds_policy_keeps(step->gpu->policy.policy);
-  uint32_t n = 0;
-  for (uint32_t e = 0; e < r->experts; e++) {
-    const int32_t slot = pds_slot_of(r, (uint32_t)step->layer, e);
-    pds_cached *c = slot == PDS_NO_SLOT ? NULL : pds_cached_of(r, slot);
-    if (!c || c->kept != PDS_KEPT_IN_USE) continue;
-    pds_slot_keep(r, c, 0);
-    if (keep) continue;
-    pds_slot_drop(r, slot);
-    n++;
-  }
-  return n;
+  const uint32_t n = pds_slots_release(&step->gpu->residency, step->layer, PDS_KEPT_IN_USE, !keep);
+  return keep ? 0 : n;
 }
 
 /* An empty slot for each expert that is to be there first, as far as there are slots. */

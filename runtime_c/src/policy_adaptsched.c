@@ -35,9 +35,9 @@ static void look_ahead(const pds_decision_in *in, ahead *a) {
 }
 
 /* When this layer is over, the link is done with it at `link`, and has then moved `moved` ns of what
- * will be needed. */
+ * will be needed: `whole` experts. */
 typedef struct moment {
-  int64_t now, link, moved;
+  int64_t now, link, moved, whole;
 } moment;
 
 static int64_t cpu_end(const ahead *a, moment t, uint32_t loads) {
@@ -48,7 +48,7 @@ static int64_t cpu_end(const ahead *a, moment t, uint32_t loads) {
 /* The k-th of the late ones arrives when the link has moved k experts in all. GPU times descend, so the
  * chain of late submissions is held up by its first one or by its last. */
 static int64_t gpu_end(const ahead *a, moment t, uint32_t loads) {
-  uint32_t there = (uint32_t)smaller(t.moved / a->io, loads);
+  uint32_t there = (uint32_t)smaller(t.whole, loads);
   int64_t end = t.now + a->busy;
   if (there) end += a->gpu_start + a->gpu[there];
   if (loads == there) return end;
@@ -56,7 +56,7 @@ static int64_t gpu_end(const ahead *a, moment t, uint32_t loads) {
   int64_t start = t.now;
   if (t.link > t.now)
     start = t.link;
-  else if (t.moved % a->io == 0)
+  else if (t.moved == t.whole * a->io)
     start += a->io_start; /* the link is idle */
   int64_t first = start + (there + 1) * a->io - t.moved;
   int64_t last = start + loads * a->io - t.moved;
@@ -70,6 +70,7 @@ static int64_t gpu_end(const ahead *a, moment t, uint32_t loads) {
 static int64_t least(const ahead *a, moment t, uint32_t room, uint32_t most, uint32_t *loads) {
   int64_t span = pds_time(t.now - (t.link ? t.link : a->io_start));
   t.moved = smaller(span * a->in->hit_q16 >> 16, room * a->io); /* of prefetches, R_hit is needed */
+  t.whole = t.moved / a->io;
   uint32_t low = 0, high = most;
   while (low < high) {
     uint32_t middle = (low + high) / 2;

@@ -1,10 +1,10 @@
 /* residency.c: the table of what is on the GPU. */
 #include "residency.h"
 
-#include <stdbool.h>
 #include <string.h>
 
-enum { FEW = 32 }; /* slots */
+enum { FEW = 16 }; /* slots */
+#define NONE UINT64_MAX
 
 pds_status pds_residency_count(const pds_programs *programs, uint32_t *out_hot,
                                uint32_t *out_ring) {
@@ -45,17 +45,27 @@ static uint64_t table_bytes(const pds_residency *r) {
   return round64((uint64_t)r->layers * r->experts * sizeof *r->slot_of);
 }
 
+static uint64_t sets_bytes(const pds_residency *r) {
+  return round64((uint64_t)r->layers * pds_words(r->experts) * sizeof *r->ringed);
+}
+
 uint64_t pds_residency_bytes(const pds_residency *r) {
-  return table_bytes(r) + round64(r->ring * sizeof *r->cached) +
-         round64(r->layers * sizeof *r->coldest);
+  return table_bytes(r) + round64(r->ring * sizeof *r->cached) + 2 * sets_bytes(r) +
+         round64(r->layers * sizeof *r->n_kept) + round64(r->layers * sizeof *r->coldest) +
+         round64(r->layers * sizeof *r->least);
 }
 
 void pds_residency_init(pds_residency *r, void *memory, const pds_programs *programs) {
-  r->slot_of = memory;
-  unsigned char *cached = (unsigned char *)memory + table_bytes(r);
-  r->cached = (pds_cached *)cached;
-  r->coldest = (pds_coldest *)(cached + round64(r->ring * sizeof *r->cached));
-  r->full = 0;
+  unsigned char *at = memory;
+  r->slot_of = (int32_t *)at;
+  r->cached = (pds_cached *)(at += table_bytes(r));
+  r->ringed = (uint64_t *)(at += round64(r->ring * sizeof *r->cached));
+  r->keeping = (uint64_t *)(at += sets_bytes(r));
+  r->n_kept = (uint32_t *)(at += sets_bytes(r));
+  r->coldest = (pds_coldest *)(at += round64(r->layers * sizeof *r->n_kept));
+  r->least = (uint64_t *)(at + round64(r->layers * sizeof *r->coldest));
+  r->words = pds_words(r->experts);
+  r->now = r->full = 0;
   for (size_t i = 0; i < (size_t)r->layers * r->experts; i++) r->slot_of[i] = PDS_NO_SLOT;
   for (uint32_t i = 0; i < r->ring; i++) r->cached[i].layer = -1;
   uint32_t phase = 0, next = 0;
@@ -73,42 +83,50 @@ void pds_residency_init(pds_residency *r, void *memory, const pds_programs *prog
   }
 }
 
-static pds_cached *cached_at(const pds_residency *r, uint32_t layer, uint32_t expert) {
-  const int32_t slot = pds_slot_of(r, layer, expert);
-  return slot == PDS_NO_SLOT ? NULL : pds_cached_of(r, slot);
+uint32_t pds_slots_free(const pds_residency *r, uint32_t layer) {
+  return r->ring - r->n_kept[layer] - (layer + 1 < r->layers ? r->n_kept[layer + 1] : 0);
 }
 
-uint32_t pds_slots_free(const pds_residency *r, uint32_t layer) {
-  uint32_t kept = 0;
-  for (uint32_t l = layer; l < r->layers && l <= layer + 1; l++)
-    for (uint32_t e = 0; e < r->experts; e++) {
-      const pds_cached *c = cached_at(r, l, e);
-      kept += c && c->kept;
-    }
-  return r->ring - kept;
+/* What `least` says of a layer's candidates. */
+static uint64_t least_of(const pds_coldest *found) {
+  if (found->n) return 1 + found->at[found->n - 1].worth;
+  return found->all ? NONE : 0;
 }
 
 static void not_a_candidate(pds_residency *r, const pds_cached *slot) {
+  if (!r->least[slot->layer]) return; /* they are not known anyway */
   pds_coldest *found = &r->coldest[slot->layer];
   uint32_t n = 0;
   for (uint32_t i = 0; i < found->n; i++)
     if (found->at[i].slot != (int32_t)(slot - r->cached)) found->at[n++] = found->at[i];
   found->n = n;
+  r->least[slot->layer] = least_of(found);
 }
 
 void pds_slot_keep(pds_residency *r, pds_cached *slot, uint32_t kept) {
+  const bool was = slot->kept != 0;
   slot->kept = kept;
   if (slot->layer < 0) return;
-  if (kept)
+  uint64_t *keeping = r->keeping + (size_t)slot->layer * r->words;
+  if (kept) {
+    pds_put(keeping, slot->expert);
+    r->n_kept[slot->layer] += !was;
     not_a_candidate(r, slot);
-  else
-    r->coldest[slot->layer].stamp = 0; /* it may be colder than those that were found */
+  } else {
+    pds_take_out(keeping, slot->expert);
+    r->n_kept[slot->layer] -= was;
+    r->least[slot->layer] = 0; /* it may be colder than those that were found */
+  }
 }
 
 void pds_slot_drop(pds_residency *r, int32_t slot) {
   pds_cached *c = pds_cached_of(r, slot);
   if (!c || c->layer < 0) return;
+  const size_t sets = (size_t)c->layer * r->words;
   r->slot_of[(size_t)c->layer * r->experts + c->expert] = PDS_NO_SLOT;
+  pds_take_out(r->ringed + sets, c->expert);
+  pds_take_out(r->keeping + sets, c->expert);
+  r->n_kept[c->layer] -= c->kept != 0;
   const uint32_t index = (uint32_t)slot - r->hot;
   not_a_candidate(r, c);
   if (index < r->full) r->full = index;
@@ -126,6 +144,23 @@ void pds_slot_assign(pds_residency *r, int32_t slot, uint32_t layer, uint32_t ex
                                          .used = now,
                                          .kept = PDS_KEPT_IN_USE};
   r->slot_of[(size_t)layer * r->experts + expert] = slot;
+  pds_put(r->ringed + (size_t)layer * r->words, expert);
+  pds_put(r->keeping + (size_t)layer * r->words, expert);
+  r->n_kept[layer]++;
+}
+
+uint32_t pds_slots_release(pds_residency *r, uint32_t layer, uint32_t kept, bool empties) {
+  uint32_t n = 0;
+  for (uint32_t w = 0; w < r->words && r->n_kept[layer]; w++)
+    for (uint64_t left = pds_kept_of(r, layer)[w]; left; left &= left - 1) {
+      const int32_t slot = pds_slot_of(r, layer, 64 * w + pds_lowest(left));
+      pds_cached *c = pds_cached_of(r, slot);
+      if (kept && c->kept != kept) continue;
+      pds_slot_keep(r, c, 0);
+      if (empties) pds_slot_drop(r, slot);
+      n++;
+    }
+  return n;
 }
 
 /* Of equally little worth the one unused for longest, then the lowest. */
@@ -134,42 +169,48 @@ static bool goes_first(const pds_candidate *a, const pds_candidate *b) {
   return a->age != b->age ? a->age > b->age : a->slot < b->slot;
 }
 
-/* The coldest are at the end. */
+/* One more that may be taken: the coldest are at the end. */
+static void add_candidate(pds_coldest *found, const pds_candidate *its) {
+  uint32_t at = found->n;
+  if (at < PDS_COLDEST) {
+    found->n++;
+    for (; at && goes_first(&found->at[at - 1], its); at--) found->at[at] = found->at[at - 1];
+  } else {
+    found->all = false;
+    if (!goes_first(its, &found->at[0])) return;
+    for (at = 0; at + 1 < found->n && goes_first(its, &found->at[at + 1]); at++)
+      found->at[at] = found->at[at + 1];
+  }
+  found->at[at] = *its;
+}
+
 static void look_for_coldest(pds_residency *r, const pds_asked *asked, uint32_t layer) {
   pds_coldest *found = &r->coldest[layer];
-  *found = (pds_coldest){.stamp = asked->now, .all = 1};
-  for (uint32_t e = 0; e < r->experts; e++) {
-    const pds_cached *c = cached_at(r, layer, e);
-    if (!c || c->kept) continue;
-    const pds_candidate its = {.worth = pds_worth(asked, c),
-                               .slot = (int32_t)(c - r->cached),
-                               .age = asked->now - c->used};
-    uint32_t at = found->n;
-    if (at == PDS_COLDEST) {
-      found->all = 0;
-      if (!goes_first(&its, &found->at[0])) continue;
-      for (at = 0; at + 1 < found->n && goes_first(&its, &found->at[at + 1]); at++)
-        found->at[at] = found->at[at + 1];
-    } else {
-      found->n++;
-      for (; at && goes_first(&found->at[at - 1], &its); at--) found->at[at] = found->at[at - 1];
+  const uint64_t *ringed = r->ringed + (size_t)layer * r->words, *kept = pds_kept_of(r, layer);
+  found->n = 0;
+  found->all = true;
+  for (uint32_t w = 0; w < r->words; w++)
+    for (uint64_t left = ringed[w] & ~kept[w]; left; left &= left - 1) {
+      const pds_cached *c = pds_cached_of(r, pds_slot_of(r, layer, 64 * w + pds_lowest(left)));
+      const pds_candidate its = {.worth = pds_worth(asked, c),
+                                 .slot = (int32_t)(c - r->cached),
+                                 .age = asked->now - c->used};
+      add_candidate(found, &its);
     }
-    found->at[at] = its;
-  }
+  r->least[layer] = least_of(found);
 }
 
 /* pds_victim of the ring. */
 static int32_t victim_of(pds_residency *r, const pds_asked *asked) {
   while (r->full < r->ring && r->cached[r->full].layer >= 0) r->full++;
   if (r->full < r->ring) return (int32_t)r->full;
-  pds_candidate victim = {.slot = -1};
+  if (r->now != asked->now || !asked->now) memset(r->least, 0, r->layers * sizeof *r->least);
+  r->now = asked->now;
+  pds_candidate victim = {.worth = NONE - 1, .slot = -1};
   for (uint32_t l = 0; l < r->layers; l++) {
-    const pds_coldest *found = &r->coldest[l];
-    if (!asked->now || found->stamp != asked->now || (!found->n && !found->all))
-      look_for_coldest(r, asked, l);
-    if (!found->n) continue;
-    pds_candidate its = found->at[found->n - 1];
-    if (victim.slot >= 0 && its.worth > victim.worth) continue;
+    if (!r->least[l]) look_for_coldest(r, asked, l);
+    if (r->least[l] > victim.worth + 1 || r->least[l] == NONE) continue;
+    pds_candidate its = r->coldest[l].at[r->coldest[l].n - 1];
     its.worth += pds_worth_of_layer(asked, l);
     if (victim.slot < 0 || goes_first(&its, &victim)) victim = its;
   }
@@ -184,6 +225,6 @@ int32_t pds_slot_take(pds_residency *r, const pds_asked *asked, uint32_t expert,
   if (victim < 0) return PDS_NO_SLOT;
   const int32_t slot = (int32_t)r->hot + victim;
   pds_slot_assign(r, slot, asked->layer, expert, popularity, asked->now);
-  r->cached[victim].kept = kept;
+  r->cached[victim].kept = kept; /* kept it is already */
   return slot;
 }

@@ -5,8 +5,10 @@
 #ifndef PDS_RESIDENCY_H
 #define PDS_RESIDENCY_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
+#include "bits.h"
 #include "decide.h"
 #include "program.h"
 
@@ -14,7 +16,7 @@
 
 enum { PDS_KEPT_IN_USE = 1, PDS_KEPT_AHEAD = 2 }; /* pds_cached.kept */
 
-enum { PDS_COLDEST = 4 };
+enum { PDS_COLDEST = 8 };
 
 /* A slot of the ring, and what is lost with it. */
 typedef struct pds_candidate {
@@ -28,8 +30,7 @@ typedef struct pds_candidate {
 typedef struct pds_coldest {
   pds_candidate at[PDS_COLDEST];
   uint32_t n;
-  uint32_t stamp; /* the step; 0: something happened since */
-  uint32_t all;   /* not 0: the layer has no others */
+  bool all; /* the layer has no others */
 } pds_coldest;
 
 typedef struct pds_residency {
@@ -37,7 +38,13 @@ typedef struct pds_residency {
   uint32_t hot, ring;       /* slots */
   int32_t *slot_of;         /* [layers][experts]: a slot or PDS_NO_SLOT */
   pds_cached *cached;       /* [ring] */
+  uint32_t words;           /* of a layer's set of experts */
+  uint64_t *ringed;         /* [layers][words]: experts that have a slot of the ring; */
+  uint64_t *keeping;        /* [layers][words]: those of them whose slot is kept, */
+  uint32_t *n_kept;         /* [layers] and their number */
   pds_coldest *coldest;     /* [layers] */
+  uint64_t *least;          /* [layers] 1 + worth of the one that goes first; NONE; 0: not known */
+  uint32_t now;             /* the step that `least` is of */
   uint32_t full;            /* slots of the ring before the first one that may be empty */
 } pds_residency;
 
@@ -58,6 +65,11 @@ static inline pds_cached *pds_cached_of(const pds_residency *r, int32_t slot) {
   return slot < (int32_t)r->hot ? NULL : r->cached + ((uint32_t)slot - r->hot);
 }
 
+/* A layer's experts whose slot of the ring is kept: [words]. */
+static inline const uint64_t *pds_kept_of(const pds_residency *r, uint32_t layer) {
+  return r->keeping + (size_t)layer * r->words;
+}
+
 /* Slots of the ring that may be taken while this layer runs: the others are kept for it and for the next
  * one. */
 uint32_t pds_slots_free(const pds_residency *r, uint32_t layer);
@@ -74,5 +86,8 @@ void pds_slot_assign(pds_residency *r, int32_t slot, uint32_t layer, uint32_t ex
                      uint32_t popularity, uint32_t now);
 /* Empties a slot of the ring. */
 void pds_slot_drop(pds_residency *r, int32_t slot);
+/* The layer's slots that are kept like this, or in any way (0), are so no longer, and emptied as well if
+ * `empties`. Returns their number. */
+uint32_t pds_slots_release(pds_residency *r, uint32_t layer, uint32_t kept, bool empties);
 
 #endif

@@ -80,8 +80,8 @@ pds_status pds_engine_set_schedule(pds_engine *engine, const pds_schedule *sched
     p->sure_q16[i] = schedule->sure_q16 ? schedule->sure_q16[i] : 0;
   }
   memset(p->ledger, 0, r->layers * sizeof *p->ledger);
-  memset(p->recompiles, 0, sizeof p->recompiles);
-  memset(p->recompile_ns, 0, sizeof p->recompile_ns);
+  memset(p->recompile, 0, sizeof p->recompile);
+  memset(p->recompile_driver, 0, sizeof p->recompile_driver);
   memset(p->paused, 0, 3 * r->layers * sizeof *p->paused);
   p->set = true;
   const bool fills = schedule->first && pds_policy_keeps(policy) && !engine->gpu->stopped;
@@ -117,7 +117,9 @@ pds_status pds_engine_get_gpu(const pds_engine *engine, pds_gpu_info *out_info) 
                                            gpu->expert_bytes,
                              .expert_bytes = gpu->expert_bytes,
                              .name = gpu->name};
-  memcpy(out_info->recompiles, gpu->policy.recompiles, sizeof out_info->recompiles);
-  memcpy(out_info->recompile_ns, gpu->policy.recompile_ns, sizeof out_info->recompile_ns);
+  for (int phase = 0; phase < 3; phase++) {
+    out_info->recompile[phase] = pds_spans_of(&gpu->policy.recompile[phase]);
+    out_info->recompile_driver[phase] = pds_spans_of(&gpu->policy.recompile_driver[phase]);
+  }
   return PDS_OK;
 }

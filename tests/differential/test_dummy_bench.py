@@ -292,6 +292,10 @@ def test_all_policies(gpu_plan: Path, mock: Mock) -> None:
         ratio = entry["tokens_per_second"]["mean"] / base
         assert entry["ratio_to_adaptsched"] == pytest.approx(ratio)
         assert entry["gpu"]["policy"] == entry["policy"] and entry["gpu"]["info"]["pinned"]
+        times = entry["gpu"]["info"]
+        for name in ("recompile_us", "recompile_driver_us"):
+            of = times[name]["prefill" if entry["test"] == "pp40" else "decode"]
+            assert of["n"] and of["min"] <= of["median"] <= of["max"] and of["mean"] <= of["max"]
         for name, total in entry["gpu"]["link"].items():
             assert total == sum(layer[name] for layer in entry["ledger"]) >= 0
         assert entry["distinct_experts"] == by[entry["test"], "static"]["distinct_experts"]

@@ -375,20 +375,25 @@ def test_rows_per_expert(act: str, path: str) -> None:
     close(got - 1, want - 1, act)
 
 
-def test_recompile_is_a_stable_sort() -> None:
+@pytest.mark.parametrize("backwards", (False, True))
+@pytest.mark.parametrize("threads", (1, 3, 20))
+@pytest.mark.parametrize("rows", (1, 64, 65, 1023, 1024, 1537, 9000))
+def test_recompile_is_a_stable_sort(rows: int, threads: int, backwards: bool) -> None:
+    """Of few routes, of many, and of so many that several workers share them."""
     model, _ = moe_model("f32", 60, 4, 32, 16)
-    step = Step(model, "scalar")
-    ids, _ = routes(np.random.default_rng(4), 128, 60, 4)
-    step.batch(list(range(128)))
+    model.plan.max_rows = rows
+    step = Step(model, "scalar", threads, backwards)
+    ids, _ = routes(np.random.default_rng(4), rows, 60, 4)
+    step.batch(list(range(rows)))
     step.rows("ROUTE_ID", 4, np.int32)[...] = ids
     step.call("recompile", 0)
     want = np.argsort(ids.reshape(-1), kind="stable")
-    assert (step.buffer("EXPERT_ROWS", np.int32) == want).all()
+    assert (step.buffer("EXPERT_ROWS", np.int32)[: 4 * rows] == want).all()
     end = 0
     for h in step.ctx.cpu_holes[0 : step.ctx.n_cpu_holes]:
         assert h.first == end and (ids.reshape(-1)[want[end : end + h.rows]] == h.expert).all()
         end += h.rows
-    assert end == 512
+    assert end == 4 * rows
 
 
 @pytest.mark.parametrize("act", (*ACTS, *INTS))

@@ -1,4 +1,4 @@
-/* case_base.c: CRC, CPU features and kernel paths, names. */
+/* case_base.c: CRC, CPU features and kernel paths, names, counts of times. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 
@@ -9,6 +9,7 @@
 #include "memory.h"
 #include "pdscope.h"
 #include "pds_isa.h"
+#include "spans.h"
 #include "test.h"
 
 static void crc(void) {
@@ -75,7 +76,28 @@ static void names(void) {
   CHECK_EQ(strlen(pds_last_error()), PDS_ERROR_BYTES - 1);
 }
 
+/* Short times are counted one by one, longer ones within 1/32, whatever there are. */
+static void spans(void) {
+  pds_span_counts counts = {0};
+  pds_spans found = pds_spans_of(&counts);
+  CHECK(!found.n && !found.sum_ns && !found.least_ns && !found.median_ns && !found.most_ns);
+  for (uint64_t ns = 1; ns < (uint64_t)1 << 40; ns += 1 + ns / 7) {
+    memset(&counts, 0, sizeof counts);
+    pds_spans_add(&counts, ns / 2);
+    pds_spans_add(&counts, ns);
+    pds_spans_add(&counts, ns + ns / 2);
+    found = pds_spans_of(&counts);
+    CHECK_EQ(found.n, 3);
+    CHECK_EQ(found.sum_ns, ns / 2 + ns + ns + ns / 2);
+    CHECK_EQ(found.least_ns, ns / 2);
+    CHECK_EQ(found.most_ns, ns + ns / 2);
+    const uint64_t median = found.median_ns, off = median > ns ? median - ns : ns - median;
+    CHECK(ns >> 32 ? median >= (uint64_t)31 << 27 : off <= ns / 32);
+  }
+}
+
 void case_base(void) {
+  spans();
   crc();
   features();
   host();

@@ -65,7 +65,7 @@ static void residency(void) {
   CHECK_EQ(pds_slots_free(&r, 1), 0);
   CHECK_EQ(pds_slot_take(&r, &asked, 3, 0, PDS_KEPT_IN_USE), PDS_NO_SLOT);
   CHECK_EQ(pds_slot_of(&r, 1, 3), PDS_NO_SLOT);
-  r.cached[0].kept = r.cached[1].kept = 0;
+  for (int i = 0; i < 2; i++) pds_slot_keep(&r, &r.cached[i], 0);
   r.cached[0].used = 9;
   asked.now = 10;
   CHECK_EQ(pds_slot_take(&r, &asked, 3, 0, PDS_KEPT_IN_USE), 2);
@@ -124,7 +124,15 @@ static void large_ring(uint32_t policy) {
       }
       CHECK_EQ(pds_slots_free(&r, layer), SLOTS - kept);
     }
-    for (uint32_t i = 0; i < SLOTS; i++) r.cached[i].kept = 0; /* as the end of a step does */
+    for (uint32_t l = 0; l < LAYERS; l++) { /* as the end of a step does */
+      uint32_t kept[2] = {0};
+      for (uint32_t i = 0; i < SLOTS; i++)
+        if (r.cached[i].layer == (int32_t)l && r.cached[i].kept) kept[r.cached[i].kept - 1]++;
+      const bool empties = !drawn(&state, 4);
+      CHECK_EQ(pds_slots_release(&r, l, PDS_KEPT_AHEAD, empties), kept[1]);
+      CHECK_EQ(pds_slots_release(&r, l, 0, empties), kept[0]);
+      CHECK_EQ(pds_slots_free(&r, l), SLOTS - (l + 1 < LAYERS ? r.n_kept[l + 1] : 0));
+    }
   }
   free(memory);
 }
