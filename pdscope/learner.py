@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pdscope.learner_nets import Rows, Trained, error, loss
+from pdscope.learner_nets import Floats, Lessons, Rows, Trained, error, loss
 from pdscope.predictors import PHASES, Net
 
 KEPT = {"prefill": 128, "decode": 32}  # tokens a layer; PDS_LEARN_* of pdscope.h
@@ -21,9 +21,8 @@ WINDOW = 16  # tokens that the error is a mean over
 THRESHOLD = 0.25  # share of the chosen experts that were not among the predicted ones
 HELD = 4  # the newest of so many tokens is for validation
 GAIN = 0.005  # share of the loss that a swap must be worth
-STEPS = 4  # of one fine-tuning, while those who judge it like it better
-MEMORY = 1024  # tokens of earlier fine-tunings that are learned from again
-ANCHOR = 256  # tokens of earlier validations that validate again
+JUDGES = 128  # tokens that validate, the newest ones; then they are learned from
+TRIAL = 128  # tokens on which a fine-tuned net must have missed less than the one that was loaded
 MOST_PATIENCE = 32
 INTERVAL = 0.1  # seconds between two looks
 
@@ -51,6 +50,8 @@ class _Phase:
 
     def __init__(self, watched: Iterable[int], kept: int) -> None:
         self.windows: dict[int, deque[float]] = {layer: deque(maxlen=WINDOW) for layer in watched}
+        # What the fine-tuned nets missed more than those that were loaded.
+        self.trials: dict[int, deque[float]] = {layer: deque(maxlen=TRIAL) for layer in self.windows}
         self.seen = dict.fromkeys(self.windows, 0)
         self.kept = kept
         self.quiet_until = 0  # no trigger before so many tokens
@@ -63,11 +64,20 @@ class _Phase:
             return None
         return float(np.mean([np.mean(w) for w in self.windows.values()]))
 
+    def failed(self) -> bool:
+        """The nets that were loaded would have missed less."""
+        full = [t for t in self.trials.values() if len(t) == TRIAL]
+        return bool(full) and float(np.mean([np.mean(t) for t in full])) > 0
+
+    def forget(self) -> None:
+        """Errors of the nets before do not count any more."""
+        for each in (*self.windows.values(), *self.trials.values()):
+            each.clear()
+
     def triggered(self, tokens: int, useful: bool) -> None:
-        """Errors of the nets before do not count any more. The next trigger has new tokens to learn
-        from, and waits longer where learning did not help."""
-        for window in self.windows.values():
-            window.clear()
+        """The next trigger has new tokens to learn from, and waits longer where learning did not
+        help."""
+        self.forget()
         self.patience = 1 if useful else min(2 * self.patience, MOST_PATIENCE)
         self.quiet_until = tokens + self.kept * self.patience
 
@@ -97,8 +107,9 @@ class Learner:
             for layer in state.windows
         }
         self._loaded = dict(nets)
-        self._memory: dict[Key, Rows] = {}
-        self._anchors: dict[Key, Rows] = {}
+        self._first = dict(self._watched)
+        self._lessons: dict[Key, Lessons] = {}
+        self._judges: dict[Key, Rows] = {}
         self._used: dict[tuple[int, str, str], int] = {}  # layer, net's phase, tokens' phase
         self._seconds = 0.0
 
@@ -106,6 +117,9 @@ class Learner:
         """Looks at tokens that are new, and fine-tunes if that is called for."""
         for phase, state in self._phases.items():
             if stopped() or not self._look(phase, state):
+                continue
+            if state.failed():
+                self._restore(phase, state)
                 continue
             found, tokens = state.error(), max(state.seen.values())
             if found is not None and found > self._threshold and tokens >= state.quiet_until:
@@ -124,9 +138,13 @@ class Learner:
             if found is None:
                 continue
             rows, total = found
-            new = min(total - state.seen[layer], WINDOW, len(rows))
-            rows = rows.take(slice(len(rows) - new, None))
-            window.extend(error(self._watched[layer, phase].logits(rows), rows.target).tolist())
+            rows = _last(rows, min(total - state.seen[layer], len(rows)))
+            serving, first = self._watched[layer, phase], self._first[layer, phase]
+            missed = error(serving.logits(rows), rows.target)
+            window.extend(missed.tolist())
+            if serving is not first:
+                worse = missed - error(first.logits(rows), rows.target)
+                state.trials[layer].extend(worse.tolist())
             state.seen[layer] = total
             fresh = True
         return fresh
@@ -144,43 +162,58 @@ class Learner:
             if net is None:
                 state.counts["rollbacks"] += 1
                 continue
-            self._source.swap(layer, phase, net)
-            self._nets[layer, phase] = net
-            if (layer, phase) in self._watched:
-                self._watched[layer, phase] = Trained(net)
+            self._serve(layer, phase, net)
             state.counts["swaps"] += 1
             useful = True
         return useful
 
+    def _serve(self, layer: int, phase: str, net: Net) -> None:
+        key = layer, phase
+        self._source.swap(layer, phase, net)
+        self._nets[key] = net
+        if key in self._watched:
+            self._watched[key] = self._first[key] if net is self._loaded[key] else Trained(net)
+
+    def _restore(self, phase: str, state: _Phase) -> None:
+        """The text has changed back: the nets that were loaded serve again. What was learned is
+        kept for the next trigger."""
+        for (layer, of), net in list(self._nets.items()):
+            if of == phase and net is not self._loaded[layer, of]:
+                self._serve(layer, of, self._loaded[layer, of])
+                state.counts["rollbacks"] += 1
+        state.forget()
+
     def _tuned(self, layer: int, phase: str, stopped: Callable[[], bool]) -> Net | None:
         """The layer's net after fine-tuning; None where it would predict worse, or has no tokens.
 
-        It is the net that was loaded, and what the older tokens of both phases teach it, with those
-        of earlier times while memory lasts: so it follows the text, and goes nowhere in many small
-        steps. It is judged by the newest tokens and by those that judged before: few tokens are a
-        noisy judge, and what fits one moment alone would be worse at the next.
+        It is the net that was loaded, and what the tokens of all triggers so far teach it: so it
+        follows the text, and goes nowhere in many small steps. It is judged by the newest tokens
+        and by those that judged before, few of which are a noisy judge; so is the net that was
+        loaded, which is the better one where the text has changed back.
         """
+        key = layer, phase
         learn, judge = self._halves(layer, phase)
         if len(learn) < WINDOW:
             return None
-        if (layer, phase) in self._memory:
-            learn = _last(self._memory[layer, phase].join(learn), MEMORY)
-        self._memory[layer, phase] = learn
-        older = self._anchors.get((layer, phase))
-        self._anchors[layer, phase] = _last(judge if older is None else older.join(judge), ANCHOR)
-        if older is not None:
-            judge = older.join(judge)
-        before, after = Trained(self._nets[layer, phase]), Trained(self._loaded[layer, phase])
-        best, least = None, np.inf
+        loaded = Trained(self._loaded[key])
+        if key not in self._lessons:
+            self._lessons[key] = Lessons(loaded)
+        if key in self._judges:
+            judge = self._judges[key].join(judge)
+        retired = judge.take(slice(0, max(0, len(judge) - JUDGES)))
+        self._judges[key] = judge = _last(judge, JUDGES)
+        lessons = self._lessons[key]
+        lessons.add(learn.join(retired))
         with np.errstate(all="ignore"):  # what becomes of it is judged
-            for _ in range(STEPS):
-                after.fit(learn, stopped)
-                net = after.rounded()
-                found = loss(Trained(net).logits(judge), judge)
-                if stopped() or not found < least:
-                    break
-                best, least = net, found
-            return best if best is not None and _better(Trained(best), before, judge) else None
+            net = lessons.taught(stopped).rounded()
+            if stopped():
+                return None
+            before, after = Trained(self._nets[key]).logits(judge), Trained(net).logits(judge)
+            if _better(after, before, judge):
+                return net
+            back = self._nets[key] is not self._loaded[key]
+            back = back and _better(loaded.logits(judge), before, judge)
+            return self._loaded[key] if back else None
 
     def _halves(self, layer: int, phase: str) -> tuple[Rows, Rows]:
         """Tokens to learn from, and tokens to judge by: of each phase the newest ones. None that
@@ -222,8 +255,11 @@ def _last(rows: Rows, n: int) -> Rows:
     return rows.take(slice(max(0, len(rows) - n), None))
 
 
-def _better(net: Trained, before: Trained, rows: Rows) -> bool:
-    """It misses no more experts, and its loss is lower by GAIN. NaN: no."""
-    new, old = net.logits(rows), before.logits(rows)
+def _better(new: Floats, old: Floats, rows: Rows) -> bool:
+    """Logits [n, experts] that miss no more experts than the old ones, and whose loss is lower by
+    GAIN and by more than its standard error. NaN: no."""
     fewer = error(new, rows.target).mean() <= error(old, rows.target).mean()
-    return bool(fewer and loss(new, rows) < (1 - GAIN) * loss(old, rows))
+    was = loss(old, rows)
+    less = was - loss(new, rows)
+    sure = max(GAIN * float(was.mean()), float(less.std()) / len(less) ** 0.5)
+    return bool(fewer and less.mean() > sure)
