@@ -19,8 +19,8 @@ SLOPE = 2.0  # of the margins; losses.SLOPE of the training
 # Of a fine-tuning. The ridge is worth so many rows of inputs of mean size: few rows say little of
 # some hundred weights an output. Measured, as is that neither more steps, nor the exact logistic
 # loss, nor Adam on all weights gained more from the same tokens.
-RIDGE_ROWS = 1000
-SOLVER_STEPS = 8
+RIDGE_ROWS = 500
+SOLVER_STEPS = 16
 MEMORY = 4096  # rows that count in full
 _DOWN, _DEEP, _ACROSS = 64, 64, 64  # of one block of _product
 
