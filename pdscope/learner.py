@@ -26,6 +26,7 @@ THRESHOLD = 0.25  # share of the chosen experts that were not among the predicte
 SHIFT = 1.75
 HELD = 4  # the newest of so many tokens is for validation
 GAIN = 0.005  # share of the loss that a swap must be worth
+LENGTHS = (1, 2, 4, 8)  # of the step from the loaded net, while each is better than the last
 JUDGES = 128  # tokens that validate, the newest ones; then they are learned from
 TRIAL = 128  # tokens on which a fine-tuned net must have missed less than the one that was loaded
 MOST_PATIENCE = 32
@@ -220,15 +221,18 @@ class Learner:
         lessons = self._lessons[key]
         lessons.add(learn.join(retired))
         with np.errstate(all="ignore"):  # what becomes of it is judged
-            net = lessons.taught(stopped).rounded()
-            if stopped():
+            step = lessons.step(stopped)
+            best, after = self._loaded[key], loaded.logits(judge)
+            for length in LENGTHS:
+                net = lessons.moved(np.float32(length) * step).rounded()
+                found = Trained(net).logits(judge)
+                if stopped() or not _better(found, after, judge):
+                    break
+                best, after = net, found
+            if stopped() or best is self._nets[key]:
                 return None
-            before, after = Trained(self._nets[key]).logits(judge), Trained(net).logits(judge)
-            if _better(after, before, judge):
-                return net
-            back = self._nets[key] is not self._loaded[key]
-            back = back and _better(loaded.logits(judge), before, judge)
-            return self._loaded[key] if back else None
+            before = Trained(self._nets[key]).logits(judge)
+            return best if _better(after, before, judge) else None
 
     def _halves(self, layer: int, phase: str) -> tuple[Rows, Rows]:
         """Tokens to learn from, and tokens to judge by: of each phase the newest ones. None that

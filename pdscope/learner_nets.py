@@ -180,11 +180,14 @@ class Lessons:
             self._xy *= fade
             self._rows = MEMORY
 
-    def taught(self, stopped: Callable[[], bool] = lambda: False) -> Trained:
-        """The net with all that is linear behind its hidden units moved to what the rows say, by
+    def step(self, stopped: Callable[[], bool] = lambda: False) -> Floats:
+        """How the rows would move all that is linear behind the hidden units [units, experts], by
         ridge regression; of no use once `stopped`."""
         ridge = RIDGE_ROWS * float(np.trace(self._xx)) / max(1.0, self._rows) / len(self._xx)
-        step = _ridge(self._xx, self._xy, ridge, stopped)
+        return _ridge(self._xx, self._xy, ridge, stopped)
+
+    def moved(self, step: Floats) -> Trained:
+        """The net that the lessons are of, so far on."""
         net = Trained(self._net.net)
         width, both = net.net.width, net.net.width + net.net.experts
         out, features, bias = np.split(step, np.cumsum([width, len(net.t["features"])]))
