@@ -26,7 +26,7 @@ THRESHOLD = 0.25  # share of the chosen experts that were not among the predicte
 SHIFT = 1.75
 HELD = 4  # the newest of so many tokens is for validation
 GAIN = 0.005  # share of the loss that a swap must be worth
-LENGTHS = (1, 2, 4, 8)  # of the step from the loaded net, while each is better than the last
+LENGTHS = (1, 2, 4)  # of the step from where the lessons began, while each is better than the last
 JUDGES = 128  # tokens that validate, the newest ones; then they are learned from
 TRIAL = 128  # tokens on which a fine-tuned net must have missed less than the one that was loaded
 MOST_PATIENCE = 32
@@ -202,8 +202,9 @@ class Learner:
     def _tuned(self, layer: int, phase: str, stopped: Callable[[], bool]) -> Net | None:
         """The layer's net after fine-tuning; None where it would predict worse, or has no tokens.
 
-        It is the net that was loaded, and what the tokens of all triggers so far teach it: so it
-        follows the text, and goes nowhere in many small steps. It is judged by the newest tokens
+        It is the net that was loaded, and what the tokens of all triggers so far teach it, in one
+        step while that is enough: so it follows the text, and goes nowhere in many small steps. It
+        is judged by the newest tokens
         and by those that judged before, few of which are a noisy judge; so is the net that was
         loaded, which is the better one where the text has changed back.
         """
@@ -229,6 +230,8 @@ class Learner:
                 if stopped() or not _better(found, after, judge):
                     break
                 best, after = net, found
+                if length > 1:  # too far for one step: the next begins where this one ends
+                    self._lessons[key] = Lessons(Trained(net))
             if stopped() or best is self._nets[key]:
                 return None
             before = Trained(self._nets[key]).logits(judge)

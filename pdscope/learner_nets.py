@@ -22,6 +22,7 @@ SLOPE = 2.0  # of the margins; losses.SLOPE of the training
 RIDGE_ROWS = 500
 SOLVER_STEPS = 16
 MEMORY = 4096  # rows that count in full
+UNITS = 1024  # inputs of a regression that may have the gate's among them
 _DOWN, _DEEP, _ACROSS = 64, 64, 64  # of one block of _product
 
 
@@ -150,16 +151,19 @@ class Trained:
 
 class Lessons:
     """What rows teach a net: sums of a regression of what its choice lacks to the next gate's, on
-    its hidden units, features and 1. They take the same room however many rows there were, and what
+    its hidden units, features, 1 and the gate's input. They take the same room however many rows there were, and what
     an earlier text taught is there when it comes back.
 
-    The gate's input itself is left out: the hidden units are made of it, it taught no more where
-    it was measured, and its square is the greatest part of the sums of a wide model.
+    The gate's input is one more part where the sums are small: the hidden units are made of it, and
+    in a wide model it would be the greatest part of them.
     """
 
     def __init__(self, net: Trained) -> None:
         self._net = net
-        units = net.net.width + net.t["features"].shape[0] + 1
+        units = net.net.width + len(net.t["features"]) + 1
+        hidden = net.t["first"].shape[1]
+        self._input = units + hidden <= UNITS
+        units += hidden if self._input else 0
         self._xx = np.zeros((units, units), np.float32)
         self._xy = np.zeros((units, net.net.experts), np.float32)
         self._rows = 0.0
@@ -170,7 +174,8 @@ class Lessons:
         made = self._net._forward(rows.a, sparse)
         z = made["logits"] - _edge(made["logits"], rows.target.shape[1])
         lack = np.float32(SLOPE) * (choice(rows) - _sigmoid(np.float32(SLOPE) * z))
-        x = np.concatenate([made["h"], sparse, np.ones((len(rows), 1), np.float32)], 1)
+        a = [rows.a] if self._input else []
+        x = np.concatenate([made["h"], sparse, np.ones((len(rows), 1), np.float32), *a], 1)
         self._xx += _product(x.T, x)
         self._xy += _product(x.T, lack)
         self._rows += len(rows)
@@ -190,10 +195,13 @@ class Lessons:
         """The net that the lessons are of, so far on."""
         net = Trained(self._net.net)
         width, both = net.net.width, net.net.width + net.net.experts
-        out, features, bias = np.split(step, np.cumsum([width, len(net.t["features"])]))
+        ends = np.cumsum([width, len(net.t["features"]), 1])
+        out, features, bias, a = np.split(step, ends)
         net.t["out"] += out.T
         net.t["features"][:, width:] += features
         net.t["bias"][width:both] += bias[0]
+        if self._input:
+            net.t["first"][width:both] += a.T
         return net
 
 

@@ -30,7 +30,7 @@ from pdscope.predictors import PHASES, Net, bf16_bits
 HIDDEN, EXPERTS, K = 64, 16, 2
 
 
-def random_net(phase: str, deep: bool, rng: np.random.Generator, width: int = 96) -> Net:
+def random_net(phase: str, deep: bool, rng: np.random.Generator, width: int = 24) -> Net:
     def matrix(outputs: int, inputs: int) -> np.ndarray:
         return bf16_bits(rng.normal(0, inputs**-0.5, (outputs, inputs)))
 
@@ -194,7 +194,7 @@ def test_choice_where_a_group_lost() -> None:
 
 
 def test_lessons_are_a_ridge_regression_of_what_is_linear() -> None:
-    """Of all rows so far, of hidden units, features and 1."""
+    """Of all rows so far, of hidden units, features, 1 and the gate's input."""
     rng = np.random.default_rng(0)
     net = Trained(random_net("decode", True, rng))
     rows = Domain(0).rows(600, rng)
@@ -202,7 +202,7 @@ def test_lessons_are_a_ridge_regression_of_what_is_linear() -> None:
     z = logits - np.sort(logits, 1)[:, -K - 1 : -K + 1].mean(1, keepdims=True)
     lack = 2 * (choice(rows) - sigmoid(2 * z))
     h = net._forward(rows.a, sparse)["h"]
-    x = np.concatenate([h, sparse, np.ones((600, 1))], 1).astype(np.float64)
+    x = np.concatenate([h, sparse, np.ones((600, 1)), rows.a], 1).astype(np.float64)
     ridge = RIDGE_ROWS * np.mean(np.square(x)) * np.eye(x.shape[1])
     step = np.linalg.solve(x.T @ x + ridge, x.T @ lack)
     lessons = Lessons(net)
@@ -215,8 +215,9 @@ def test_lessons_are_a_ridge_regression_of_what_is_linear() -> None:
         moved["out"].T,
         moved["features"][:, width:],
         moved["bias"][None, width:both],
+        moved["first"][width:both].T,
     ]
-    ends = np.cumsum([width, sparse.shape[1]])
+    ends = np.cumsum([width, sparse.shape[1], 1])
     for found, expected in zip(parts, np.split(step, ends), strict=True):
         assert np.allclose(found, expected, atol=1e-3 * np.abs(step).max())
         found[:] = 0
