@@ -25,7 +25,8 @@ THRESHOLD = 0.25  # share of the chosen experts that were not among the predicte
 # mean on code would be below. A false trigger costs the background thread's time.
 SHIFT = 1.75
 HELD = 4  # the newest of so many tokens is for validation
-GAIN = 0.005  # share of the loss that a swap must be worth
+GAIN = 0.005  # share of the loss that a swap must be worth,
+FAR_GAIN = 0.1  # and a longer step
 LENGTHS = (1, 2, 4)  # of the step from where the lessons began, while each is better than the last
 JUDGES = 128  # tokens that validate, the newest ones; then they are learned from
 TRIAL = 128  # tokens on which a fine-tuned net must have missed less than the one that was loaded
@@ -227,7 +228,7 @@ class Learner:
             for length in LENGTHS:
                 net = lessons.moved(np.float32(length) * step).rounded()
                 found = Trained(net).logits(judge)
-                if stopped() or not _better(found, after, judge):
+                if stopped() or not _better(found, after, judge, FAR_GAIN if length > 1 else GAIN):
                     break
                 best, after = net, found
                 if length > 1:  # too far for one step: the next begins where this one ends
@@ -278,11 +279,11 @@ def _last(rows: Rows, n: int) -> Rows:
     return rows.take(slice(max(0, len(rows) - n), None))
 
 
-def _better(new: Floats, old: Floats, rows: Rows) -> bool:
+def _better(new: Floats, old: Floats, rows: Rows, gain: float = GAIN) -> bool:
     """Logits [n, experts] that miss no more experts than the old ones, and whose loss is lower by
-    GAIN and by more than its standard error. NaN: no."""
+    `gain` and by more than its standard error. NaN: no."""
     fewer = error(new, rows.target).mean() <= error(old, rows.target).mean()
     was = loss(old, rows)
     less = was - loss(new, rows)
-    sure = max(GAIN * float(was.mean()), float(less.std()) / len(less) ** 0.5)
+    sure = max(gain * float(was.mean()), float(less.std()) / len(less) ** 0.5)
     return bool(fewer and less.mean() > sure)
