@@ -151,8 +151,8 @@ class Trained:
 
 class Lessons:
     """What rows teach a net: sums of a regression of what its choice lacks to the next gate's, on
-    its hidden units, features, 1 and the gate's input. They take the same room however many rows there were, and what
-    an earlier text taught is there when it comes back.
+    its hidden units, features, 1 and the gate's input. They take the same room however many rows
+    there were, and what an earlier text taught is there when it comes back.
 
     The gate's input is one more part where the sums are small: the hidden units are made of it, and
     in a wide model it would be the greatest part of them.
