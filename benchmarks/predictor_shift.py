@@ -1,18 +1,22 @@
-"""What the online learner makes of another domain: chats, then Python's own standard library.
+"""What the online learner makes of another domain: chats, then Python's own standard library, then
+chats again.
 
-The plan reads both, prompt by prompt, in steps of 64 tokens; behind each step the learner looks, as
-its thread would, but at fixed points, so that all runs give the same. Printed for each part of the
-text: the share of the next layer's experts missed by the nets that were loaded and by those that
-serve at the time, on tokens that nothing has learned from yet, means over the input group's layers
-and over all; and how often the learner fine-tuned, swapped nets and left them as they were.
+The plan reads them, prompt by prompt, in steps of up to 64 tokens; behind each step the learner
+looks, as its thread would, but at fixed points, so that all runs give the same. Printed for each
+part of the text: the share of the next layer's experts missed by the nets that were loaded and by
+those that serve at the time, on tokens that nothing has learned from yet, means over the input
+group's layers and over all; and how often the learner fine-tuned, swapped nets and left them as
+they were or set them back. At the end: how many triggers it took on code until the error of the
+tokens behind, as many as a part has, was below the threshold.
 
-    python benchmarks/predictor_shift.py PLAN --chats FILE [--threshold T] [--tokens N] [--json]
+    python benchmarks/predictor_shift.py PLAN --chats FILE [--threshold T] [--tokens N]
+        [--modules shift|other] [--json]
 """
 
 import argparse
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +27,12 @@ from numpy.typing import NDArray
 import pdscope
 from pdscope.documents import read_documents
 from pdscope.engine import Engine
-from pdscope.learner import THRESHOLD, Learner
+from pdscope.learner import Learner
 from pdscope.learner_nets import Trained, error
-from pdscope.learner_thread import EngineSource, input_layers
+from pdscope.learner_thread import EngineSource, input_layers, thresholds
 from pdscope.predictors import Net, read_predictors
+
+Floats = NDArray[np.float64]
 
 STEP, PART = 64, 1280  # tokens
 MODULES = (
@@ -34,14 +40,28 @@ MODULES = (
     "decimal", "difflib", "fractions", "functools", "inspect", "pickle", "random", "shutil",
     "socket", "statistics", "subprocess", "tarfile", "textwrap", "threading", "typing", "zipfile",
 )  # fmt: skip
+OTHER_MODULES = (
+    "abc", "bdb", "cmd", "codecs", "collections/__init__", "contextlib", "email/message", "enum",
+    "gettext", "gzip", "heapq", "http/client", "imaplib", "ipaddress", "json/decoder",
+    "logging/__init__", "mailbox", "optparse", "pathlib", "platform", "pprint", "selectors",
+    "smtplib", "ssl", "tempfile", "tokenize", "traceback", "urllib/parse", "uuid", "weakref",
+)  # fmt: skip
 PHASE = "prefill"
 
 
-def code(engine: Engine) -> Iterator[NDArray[np.int32]]:
+def code(engine: Engine, modules: Iterable[str] = MODULES) -> Iterator[NDArray[np.int32]]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    for name in MODULES:
-        text = (root / f"{name}.py").read_text(encoding="utf-8")
-        yield np.asarray(engine.tokenizer.encode(text), np.int32)
+    for path in (root / f"{name}.py" for name in modules):
+        if path.exists():  # not in each version of Python
+            text = path.read_text(encoding="utf-8")
+            yield np.asarray(engine.tokenizer.encode(text), np.int32)
+
+
+def prompts(engine: Engine, chats: Path) -> Iterator[NDArray[np.int32]]:
+    """Of each chat what the model reads before it first writes."""
+    for document in read_documents(engine.tokenizer, chats):
+        written = np.flatnonzero(~document.prefill)
+        yield document.ids[: written[0] if len(written) else None]
 
 
 class Serving(EngineSource):
@@ -71,38 +91,64 @@ class Part:
 
 
 class Shift:
-    def __init__(self, engine: Engine, threshold: float) -> None:
+    """steps: tokens, errors and, of the whole run, triggers before; see _errors()."""
+
+    def __init__(self, engine: Engine, threshold: float | None = None) -> None:
+        """threshold: None: the plan's own."""
         chosen = read_predictors(engine.plan) or []
         nets = {(c.layer, c.phase): c.net for c in chosen if c.net is not None and c.net.width}
         self.engine, self.source = engine, Serving(engine.handle, engine.plan, nets)
         self.source.nets = {layer: net for (layer, phase), net in nets.items() if phase == PHASE}
         self.loaded = {layer: Trained(net) for layer, net in self.source.nets.items()}
         self.input = set(input_layers(engine.plan, nets)) & self.loaded.keys()
-        self.learner = Learner(nets, self.input, self.source, threshold)
+        own = thresholds(engine.plan, self.input)[PHASE]
+        self.threshold = own if threshold is None else threshold
+        self.learner = Learner(nets, self.input, self.source, self.threshold)
+        self.steps: list[tuple[int, Floats, int]] = []
 
     def read(self, name: str, texts: Iterator[NDArray[np.int32]], tokens: int) -> Iterator[Part]:
-        rows: list[tuple[float, float, float, float]] = []
-        read = 0
+        """Also adds to `steps`."""
+        read = begun = 0
+        first = len(self.steps)
         for ids in texts:
             self.engine.reset()
-            for at in range(0, min(len(ids), self.engine.info.max_context) - STEP + 1, STEP):
+            ids = ids[: self.engine.info.max_context]
+            for at in range(0, len(ids), STEP):
+                n = len(ids[at : at + STEP])
                 self.engine.prefill(ids[at : at + STEP])
-                rows.append(self._errors())
+                self.steps.append((n, self._errors(n), self._triggers()))
                 self.learner.poll()
-                read += STEP
-                if len(rows) * STEP == PART:
-                    yield self._part(name, read, rows)
-                    rows = []
+                read += n
+                if read - begun >= PART or read >= tokens:
+                    yield self._part(name, read, mean_errors(self.steps[first:]))
+                    begun, first = read, len(self.steps)
                 if read >= tokens:
                     return
 
-    def _errors(self) -> tuple[float, float, float, float]:
-        """Of the last step's tokens: as loaded and as served, of the input group and of all."""
+    def fallen(self, begin: int) -> tuple[int, Floats] | None:
+        """Of the steps from `begin` on: how many triggers there had been before the first tokens,
+        PART of them, whose served error of the input group is below the threshold, and their
+        errors; None: there are none such."""
+        for i in range(begin, len(self.steps)):
+            n = np.cumsum([n for n, _, _ in self.steps[i:]])
+            if n[-1] < PART:
+                break
+            found = mean_errors(self.steps[i : i + int(np.searchsorted(n, PART)) + 1])
+            if found[1] < self.threshold:
+                return self.steps[i][2] - self.steps[begin][2], found
+        return None
+
+    def _triggers(self) -> int:
+        return int(self.learner.report()[PHASE]["triggers"])
+
+    def _errors(self, n: int) -> Floats:
+        """Of the last n tokens: of the input group as loaded and as served, of all layers as loaded
+        and as served [4]."""
         found: dict[int, tuple[float, float]] = {}
         for layer, net in self.loaded.items():
             kept = self.source.read(layer, PHASE)
             assert kept is not None
-            rows = kept[0].take(slice(max(0, len(kept[0]) - STEP), None))
+            rows = kept[0].take(slice(len(kept[0]) - n, None))
             served = Trained(self.source.nets[layer])
             found[layer] = (
                 float(error(net.logits(rows), rows.target).mean()),
@@ -110,13 +156,18 @@ class Shift:
             )
         some = np.mean([found[layer] for layer in self.input], 0)
         every = np.mean(list(found.values()), 0)
-        return float(some[0]), float(some[1]), float(every[0]), float(every[1])
+        return np.concatenate([some, every])
 
-    def _part(self, name: str, tokens: int, rows: list[tuple[float, float, float, float]]) -> Part:
+    def _part(self, name: str, tokens: int, found: Floats) -> Part:
         report = self.learner.report()[PHASE]
         counts = {key: int(report[key]) for key in ("triggers", "swaps", "rollbacks")}
-        means = [float(x) for x in np.mean(rows, 0)]
-        return Part(name, tokens, *means, **counts)
+        some, some_served, every, every_served = found.tolist()
+        return Part(name, tokens, some, some_served, every, every_served, **counts)
+
+
+def mean_errors(steps: list[tuple[int, Floats, int]]) -> Floats:
+    """Over tokens [4]."""
+    return np.average([e for _, e, _ in steps], axis=0, weights=[n for n, _, _ in steps])
 
 
 def main() -> None:
@@ -125,27 +176,51 @@ def main() -> None:
     )
     parser.add_argument("plan", type=Path)
     parser.add_argument("--chats", type=Path, required=True)
-    parser.add_argument("--threshold", type=float, default=THRESHOLD)
+    parser.add_argument("--threshold", type=float, help="default: the plan's own")
     parser.add_argument("--tokens", type=int, default=4 * PART, help="of each text")
+    parser.add_argument("--modules", choices=("shift", "other"), default="shift")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    parts: list[dict[str, Any]] = []
     with pdscope.load(args.plan, learner="off", cache_prefetch="on") as engine:
         shift = Shift(engine, args.threshold)
-        chats = (d.ids for d in read_documents(engine.tokenizer, args.chats))
-        for name, texts in (("chats", chats), ("code", code(engine))):
+        chats = prompts(engine, args.chats)
+        modules = MODULES if args.modules == "shift" else OTHER_MODULES
+        parts: list[dict[str, Any]] = []
+        begins = []
+        for name, texts in (("chats", chats), ("code", code(engine, modules)), ("chats", chats)):
+            begins.append(len(shift.steps))
             for part in shift.read(name, texts, args.tokens):
                 parts.append(asdict(part))
                 if not args.json:
-                    print(
-                        f"{part.text:5} {part.tokens:6}: input group {part.input_loaded:.4f} as "
-                        f"loaded, {part.input_served:.4f} as served; all layers "
-                        f"{part.all_loaded:.4f}, {part.all_served:.4f}; {part.triggers} triggers, "
-                        f"{part.swaps} swaps, {part.rollbacks} rollbacks",
-                        flush=True,
-                    )
+                    say(part)
+        found = shift.fallen(begins[1])
+        seconds = shift.learner.report()["seconds"]
+    end = {"threshold": shift.threshold, "triggers": None, "seconds": seconds}
+    if found is not None:
+        end |= {"triggers": found[0], "loaded": found[1][0], "served": found[1][1]}
     if args.json:
-        print(json.dumps(parts, indent=2))
+        print(json.dumps({"parts": parts, "fallen": end}, indent=2))
+    else:
+        print(f"threshold {shift.threshold:.4f}: {told(end)}; {seconds:.1f} s of fine-tuning")
+
+
+def say(part: Part) -> None:
+    print(
+        f"{part.text:5} {part.tokens:6}: input group {part.input_loaded:.4f} as loaded, "
+        f"{part.input_served:.4f} as served; all layers {part.all_loaded:.4f}, "
+        f"{part.all_served:.4f}; {part.triggers} triggers, {part.swaps} swaps, "
+        f"{part.rollbacks} rollbacks",
+        flush=True,
+    )
+
+
+def told(end: dict[str, Any]) -> str:
+    if end["triggers"] is None:
+        return "the error on code stayed above it"
+    return (
+        f"{end['triggers']} triggers on code until the error was below, {end['served']:.4f} "
+        f"({end['loaded']:.4f} as loaded) over {PART} tokens"
+    )
 
 
 if __name__ == "__main__":

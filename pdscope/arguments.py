@@ -95,8 +95,10 @@ def flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def share(name: str, value: object) -> float:
-    """A number from 0 to 1; anything else raises InputError."""
+def share_or_auto(name: str, value: object) -> float | None:
+    """A number from 0 to 1; None for "auto"; anything else raises InputError."""
+    if value == "auto":
+        return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise InputError(f"{name} is {value!r}, expected a number from 0 to 1")
+        raise InputError(f"{name} is {value!r}, expected auto or a number from 0 to 1")
     return float(value)

@@ -1,6 +1,6 @@
 """One loaded plan: its library, weights and workers, and the sessions on it.
 
-May import pdscope.{arguments,config,dummy_predictor,errors,generation,learner,learner_thread,
+May import pdscope.{arguments,config,dummy_predictor,errors,generation,learner_thread,
 native,placement,plan,predictors,session,tokens}; never torch, transformers or the compiler.
 """
 
@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pdscope import config
-from pdscope.arguments import flag, index, path, share, text
+from pdscope.arguments import flag, index, path, share_or_auto, text
 from pdscope.dummy_predictor import DummyPredictor
 from pdscope.errors import InputError, PdscopeError, PlanError
 from pdscope.generation import Completion, Stream
-from pdscope.learner import THRESHOLD
 from pdscope.learner_thread import EngineLearner
 from pdscope.native import CACHE_PREFETCH, LEARNER, PIN, PREDICTOR, WEIGHTS, EngineHandle, ffi
 from pdscope.placement import DEVICES, gpu_info, ledger, open_engine, set_schedule
@@ -40,7 +39,7 @@ def load(
     cache_prefetch: str | None = None,
     predictor: str = "auto",
     learner: str = "off",
-    learner_threshold: float = THRESHOLD,
+    learner_threshold: float | str = "auto",
     device: str = "auto",
     policy: str | None = None,
     verify: bool = False,
@@ -69,7 +68,8 @@ def load(
     text while their error is high (Engine.learner); "auto": on where nets predict and there is a
     core that no worker has; "off". Same results either way.
     learner_threshold: the error from which on it does, the share of the next layer's experts that
-    were not predicted, 0 to 1.
+    were not predicted, 0 to 1; "auto": for each phase 1.75 times that of the text that the nets
+    were validated on, a quarter at most.
     device: "auto": a GPU where the plan was compiled for one and its driver is found, else the CPU
     (Engine.gpu says why); "gpu"; "cpu".
     policy: what places experts on a GPU plan, one of pdscope-compile's --policy; None: the plan's.
@@ -166,7 +166,7 @@ class Engine:
         cache_prefetch: str | None = None,
         predictor: str = "auto",
         learner: str = "off",
-        learner_threshold: float = THRESHOLD,
+        learner_threshold: float | str = "auto",
         device: str = "auto",
         policy: str | None = None,
     ) -> None:
@@ -178,7 +178,8 @@ class Engine:
         self._asked_predictor = _choice("predictor", predictor, PREDICTOR)
         _choice("device", device, DEVICES)
         self._learner = EngineLearner(
-            _choice("learner", learner, LEARNER), share("learner_threshold", learner_threshold)
+            _choice("learner", learner, LEARNER),
+            share_or_auto("learner_threshold", learner_threshold),
         )
         plan.check_machine()
         _check_weights(plan, weights)
@@ -343,11 +344,12 @@ class Engine:
         """What --json says of the online learner.
 
         `asked`: auto, on or off; `state`: on or off; `why`. If it was on: `bytes` of memory for the
-        tokens that it learns from; `threshold` of its error; for each phase `triggers` (times that
-        it fine-tuned), `swaps` and `rollbacks` (nets replaced, and nets left as they were since
-        they would have predicted worse), `window_error` (share of the next layer's experts that
-        were not predicted, over the last 16 tokens, mean of the input group's layers; None: too few
-        tokens since the last trigger) and `layer_errors`; `seconds` spent on fine-tuning.
+        tokens that it learns from; for each phase the `threshold` of its error, `triggers` (times
+        that it fine-tuned), `swaps` and `rollbacks` (nets replaced; nets left as they were since
+        they would have predicted worse, or set back to the plan's since they do), `window_error`
+        (share of the next layer's experts that were not predicted, over the last 16 tokens, mean of
+        the input group's layers; None: too few tokens since the last trigger) and `layer_errors`;
+        `seconds` spent on fine-tuning.
         """
         self.handle  # noqa: B018  refuses a closed engine and a forked child
         return self._learner.report()

@@ -16,11 +16,13 @@ Floats = NDArray[np.float32]
 Ids = NDArray[np.int32]
 
 SLOPE = 2.0  # of the margins; losses.SLOPE of the training
-# Of a fine-tuning. The ridge is worth as many rows as there are, and so many at least, of inputs of
-# mean size: few rows say little of some hundred weights an output. Measured, as is that the hidden
-# units stay as they are: what Adam made of all weights on 160 tokens was worse than nothing.
-RIDGE_ROWS = 480
+# Of a fine-tuning. The ridge is worth so many rows of inputs of mean size: few rows say little of
+# some hundred weights an output. Measured, as is that neither more steps, nor the exact logistic
+# loss, nor Adam on all weights gained more from the same tokens.
+RIDGE_ROWS = 500
 SOLVER_STEPS = 16
+MEMORY = 4096  # rows that count in full
+UNITS = 1024  # inputs of a regression that may have the gate's among them
 _DOWN, _DEEP, _ACROSS = 64, 64, 64  # of one block of _product
 
 
@@ -55,9 +57,9 @@ def error(logits: Floats, target: Ids) -> Floats:
     return np.asarray(1 - hits / k, np.float32)
 
 
-def loss(logits: Floats, rows: Rows) -> float:
-    """How far the margins of the logits [n, experts] are from those of the next gate: the mean
-    cross-entropy (losses.distill), less that of the gate itself.
+def loss(logits: Floats, rows: Rows) -> Floats:
+    """How far the margins of each row's logits [n, experts] are from those of the next gate [n]:
+    the cross-entropy (losses.distill), less that of the gate itself.
 
     Margins say which side of its row's edge an expert is on, and how clearly. Which experts were
     chosen says much less: a net that learns it from a few rows gets worse.
@@ -66,7 +68,7 @@ def loss(logits: Floats, rows: Rows) -> float:
     wanted = choice(rows)
     sure = np.clip(wanted, 1e-7, 1 - 1e-7)
     least = -(wanted * np.log(sure) + (1 - wanted) * np.log(1 - sure))
-    return float(np.mean(np.logaddexp(0, z) - wanted * z - least))
+    return np.asarray(np.mean(np.logaddexp(0, z) - wanted * z - least, axis=1), np.float32)
 
 
 def choice(rows: Rows) -> Floats:
@@ -146,36 +148,73 @@ class Trained:
         made["logits"] = z[:, width:both] + _product(h, t["out"].T)
         return made
 
-    def fit(self, rows: Rows, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Moves all that is linear behind the hidden units to what the rows say: ridge regression
-        of what the net's choice lacks to the next gate's, on hidden units, a, features and 1; ends
-        early once `stopped`."""
-        width, both = self.net.width, self.net.width + self.net.experts
-        sparse = self.sparse(rows)
-        made = self._forward(rows.a, sparse)
+
+class Lessons:
+    """What rows teach a net: sums of a regression of what its choice lacks to the next gate's, on
+    its hidden units, features, 1 and the gate's input. They take the same room however many rows
+    there were, and what an earlier text taught is there when it comes back.
+
+    The gate's input is one more part where the sums are small: the hidden units are made of it, and
+    in a wide model it would be the greatest part of them.
+    """
+
+    def __init__(self, net: Trained) -> None:
+        self._net = net
+        units = net.net.width + len(net.t["features"]) + 1
+        hidden = net.t["first"].shape[1]
+        self._input = units + hidden <= UNITS
+        units += hidden if self._input else 0
+        self._xx = np.zeros((units, units), np.float32)
+        self._xy = np.zeros((units, net.net.experts), np.float32)
+        self._rows = 0.0
+
+    def add(self, rows: Rows) -> None:
+        """Rows beyond MEMORY make all before count for less."""
+        sparse = self._net.sparse(rows)
+        made = self._net._forward(rows.a, sparse)
         z = made["logits"] - _edge(made["logits"], rows.target.shape[1])
         lack = np.float32(SLOPE) * (choice(rows) - _sigmoid(np.float32(SLOPE) * z))
-        x = np.concatenate([made["h"], rows.a, sparse, np.ones((len(rows), 1), np.float32)], 1)
-        ridge = max(len(rows), RIDGE_ROWS) * float(np.mean(np.square(x)))
-        step = _ridge(x, lack, ridge, stopped)
-        ends = np.cumsum([width, rows.a.shape[1], sparse.shape[1]])
-        out, a, features, bias = np.split(step, ends)
-        self.t["out"] += out.T
-        self.t["first"][width:both] += a.T
-        self.t["features"][:, width:] += features
-        self.t["bias"][width:both] += bias[0]
+        a = [rows.a] if self._input else []
+        x = np.concatenate([made["h"], sparse, np.ones((len(rows), 1), np.float32), *a], 1)
+        self._xx += _product(x.T, x)
+        self._xy += _product(x.T, lack)
+        self._rows += len(rows)
+        if self._rows > MEMORY:
+            fade = np.float32(MEMORY / self._rows)
+            self._xx *= fade
+            self._xy *= fade
+            self._rows = MEMORY
+
+    def step(self, stopped: Callable[[], bool] = lambda: False) -> Floats:
+        """How the rows would move all that is linear behind the hidden units [units, experts], by
+        ridge regression; of no use once `stopped`."""
+        ridge = RIDGE_ROWS * float(np.trace(self._xx)) / max(1.0, self._rows) / len(self._xx)
+        return _ridge(self._xx, self._xy, ridge, stopped)
+
+    def moved(self, step: Floats) -> Trained:
+        """The net that the lessons are of, so far on."""
+        net = Trained(self._net.net)
+        width, both = net.net.width, net.net.width + net.net.experts
+        ends = np.cumsum([width, len(net.t["features"]), 1])
+        out, features, bias, a = np.split(step, ends)
+        net.t["out"] += out.T
+        net.t["features"][:, width:] += features
+        net.t["bias"][width:both] += bias[0]
+        if self._input:
+            net.t["first"][width:both] += a.T
+        return net
 
 
-def _ridge(x: Floats, y: Floats, ridge: float, stopped: Callable[[], bool]) -> Floats:
+def _ridge(xx: Floats, xy: Floats, ridge: float, stopped: Callable[[], bool]) -> Floats:
     """W [units, outputs] of least |x W - y|^2 + ridge |W|^2, by conjugate gradients: products
     alone, which stay in this thread."""
-    w = np.zeros((x.shape[1], y.shape[1]), np.float32)
-    rest = _product(x.T, y)
+    w = np.zeros_like(xy)
+    rest = xy
     way, size = rest, np.square(rest).sum(0)
     for _ in range(SOLVER_STEPS):
         if stopped():
             break
-        bent = _product(x.T, _product(x, way)) + np.float32(ridge) * way
+        bent = _product(xx, way) + np.float32(ridge) * way
         length = size / np.maximum((way * bent).sum(0), 1e-30)
         w += length * way
         rest = rest - length * bent

@@ -8,14 +8,14 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from pdscope.errors import PdscopeError
-from pdscope.learner import INTERVAL, KEPT, Key, Learner
+from pdscope.learner import INTERVAL, KEPT, SHIFT, THRESHOLD, Key, Learner
 from pdscope.learner_nets import Rows
 from pdscope.native import PDS_ERR_BUSY, EngineHandle, ffi
 from pdscope.plan import Plan
@@ -110,17 +110,38 @@ class LearnerThread:
 def input_layers(plan: Plan, keys: Iterable[Key]) -> list[int]:
     """Of the layers that have a net: those of the input group, or the first where the model has no
     such group."""
-    data = json.loads((plan.path / JSON).read_text(encoding="utf-8"))
-    groups = {entry["layer"]: entry.get("group") for entry in data["layers"]}
+    groups = {entry["layer"]: entry.get("group") for entry in _entries(plan)}
     layers = sorted({layer for layer, _ in keys})
     return [layer for layer in layers if groups.get(layer) == "input"] or layers[:1]
+
+
+def thresholds(plan: Plan, layers: Collection[int]) -> dict[str, float]:
+    """For each phase an error that says that the text is another one than the plan's nets of these
+    layers were trained for: THRESHOLD, or SHIFT times what they missed of its validation split
+    where that is less and the plan has the figure."""
+    made = {}
+    for phase in PHASES:
+        hits = [
+            entry.get("hit")
+            for entry in _entries(plan)
+            if entry["layer"] in layers and entry["phase"] == phase
+        ]
+        known = [1 - hit for hit in hits if isinstance(hit, float | int)]
+        made[phase] = min(THRESHOLD, SHIFT * float(np.mean(known))) if known else THRESHOLD
+    return made
+
+
+def _entries(plan: Plan) -> list[dict[str, Any]]:
+    data: dict[str, Any] = json.loads((plan.path / JSON).read_text(encoding="utf-8"))
+    entries: list[dict[str, Any]] = data["layers"]
+    return entries
 
 
 class EngineLearner:
     """The learner of one engine: on or off, and why."""
 
-    def __init__(self, asked: str, threshold: float) -> None:
-        """asked: auto, on or off; threshold: see Learner."""
+    def __init__(self, asked: str, threshold: float | None) -> None:
+        """asked: auto, on or off; threshold: see Learner; None: those of thresholds()."""
         self.asked, self._threshold = asked, threshold
         self._why = "asked for"
         self._source: EngineSource | None = None
@@ -146,7 +167,9 @@ class EngineLearner:
 
     def _begin(self, handle: EngineHandle, plan: Plan, nets: Mapping[Key, Net]) -> None:
         self._source = EngineSource(handle, plan, nets)
-        learner = Learner(nets, input_layers(plan, nets), self._source, self._threshold)
+        watched = input_layers(plan, nets)
+        threshold = thresholds(plan, watched) if self._threshold is None else self._threshold
+        learner = Learner(nets, watched, self._source, threshold)
         self.thread = LearnerThread(learner)
 
     def close(self) -> None:

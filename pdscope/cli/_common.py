@@ -37,6 +37,15 @@ _MACHINE = (
 POLICIES = tuple(policy.value for policy in Policy)
 
 
+class _ShareOrAuto(click.ParamType[float | str]):
+    name = "auto|share"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | str:
+        return "auto" if value == "auto" else click.FloatRange(0, 1).convert(value, param, ctx)
+
+
 class Interrupted(click.Abort):
     """Ctrl-C, with a line for the user."""
 
@@ -224,9 +233,11 @@ def machine_options(
             ),
             click.option(
                 "--learner-threshold",
-                type=click.FloatRange(0, 1),
-                default=0.25,
-                help="Fine-tune while more than this share of experts is not predicted.",
+                type=_ShareOrAuto(),
+                default="auto",
+                help="Fine-tune while more than this share of experts is not predicted. auto: 1.75 "
+                "times that of the text that the plan's predictors were validated on, a quarter at "
+                "most.",
             ),
         )
     ):

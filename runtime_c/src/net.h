@@ -22,10 +22,11 @@ typedef struct pds_net {
 } pds_net;
 
 /* The net of a layer and phase. Steps read `active`, each operator once; `spare` is the one before,
- * whose memory the next one takes. */
+ * whose memory the next one takes: once the pool is past `mark` no step reads it any more. */
 typedef struct pds_net_slot {
   pds_net *_Atomic active;
   pds_net *spare;
+  uint64_t mark;
 } pds_net_slot;
 
 /* That of a layer in a step; NULL: the target's gate predicts. */

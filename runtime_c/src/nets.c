@@ -55,6 +55,11 @@ static pds_status make_room(pds_engine *engine, pds_net_slot *slot, uint64_t nee
   return PDS_OK;
 }
 
+static void activate(pds_engine *engine, pds_net_slot *slot, pds_net *next) {
+  slot->spare = atomic_exchange_explicit(&slot->active, next, memory_order_acq_rel);
+  slot->mark = pds_pool_mark(engine->pool);
+}
+
 static uint64_t table_bytes(const pds_plan *plan) {
   return pds_round_up(2 * (uint64_t)plan->n_layers * sizeof(pds_net_slot), PDS_GRAIN);
 }
@@ -70,19 +75,19 @@ static pds_status set_net(pds_engine *engine, uint32_t index, const pds_net_desc
     atomic_fetch_add_explicit(&engine->net_bytes, bytes, memory_order_relaxed);
   }
   pds_net_slot *slot = &slots[index];
-  /* A step that began before the last replacement may still read what is spare since. */
-  pds_pool_open(engine->pool);
-  pds_pool_close(engine->pool);
+  /* A step that began before the last replacement may still read what is spare since: two
+   * replacements within one step, which alone wait. */
+  if (!pds_pool_past(engine->pool, slot->mark)) {
+    pds_pool_open(engine->pool);
+    pds_pool_close(engine->pool);
+  }
   if (desc) {
     PDS_RETURN_IF_ERROR(make_room(engine, slot, pds_net_bytes(desc)));
-    pds_net *next = pds_net_place(slot->spare, desc);
-    slot->spare = atomic_exchange_explicit(&slot->active, next, memory_order_acq_rel);
-    return PDS_OK;
+    activate(engine, slot, pds_net_place(slot->spare, desc));
+  } else if (atomic_load_explicit(&slot->active, memory_order_relaxed)) {
+    drop(engine, slot->spare);
+    activate(engine, slot, NULL);
   }
-  pds_net *last = atomic_exchange_explicit(&slot->active, NULL, memory_order_acq_rel);
-  if (!last) return PDS_OK;
-  drop(engine, slot->spare);
-  slot->spare = last;
   return PDS_OK;
 }
 

@@ -37,9 +37,9 @@ typedef struct worker {
 struct pds_pool {
   /* Sleeping and the queue of steps. */
   pthread_mutex_t mutex;
-  pthread_cond_t wake; /* workers: open or quit changed */
-  pthread_cond_t turn; /* callers of pds_pool_open: `serving` changed */
-  uint64_t next_ticket, serving;
+  pthread_cond_t wake;                   /* workers: open or quit changed */
+  pthread_cond_t turn;                   /* callers of pds_pool_open: `serving` changed */
+  _Atomic uint64_t next_ticket, serving; /* read outside of the mutex by pds_pool_mark and _past */
   bool quit;
   uint32_t threads;
   worker *workers;
@@ -306,8 +306,9 @@ bool pds_pool_pin(pds_pool *pool, const pds_host *host) {
 
 void pds_pool_open(pds_pool *pool) {
   pthread_mutex_lock(&pool->mutex);
-  uint64_t ticket = pool->next_ticket++;
-  while (pool->serving != ticket) pthread_cond_wait(&pool->turn, &pool->mutex);
+  uint64_t ticket = atomic_fetch_add_explicit(&pool->next_ticket, 1, memory_order_acq_rel);
+  while (atomic_load_explicit(&pool->serving, memory_order_relaxed) != ticket)
+    pthread_cond_wait(&pool->turn, &pool->mutex);
   atomic_store_explicit(&pool->open, true, memory_order_relaxed);
   if (pool->threads > 1) pthread_cond_broadcast(&pool->wake);
   pthread_mutex_unlock(&pool->mutex);
@@ -319,7 +320,16 @@ void pds_pool_close(pds_pool *pool) {
   if (pool->moved) set_affinity(pthread_self(), &pool->callers);
   pthread_mutex_lock(&pool->mutex);
   atomic_store_explicit(&pool->open, false, memory_order_relaxed);
-  pool->serving++;
+  atomic_fetch_add_explicit(&pool->serving, 1, memory_order_release);
   pthread_cond_broadcast(&pool->turn);
   pthread_mutex_unlock(&pool->mutex);
+}
+
+uint64_t pds_pool_mark(pds_pool *pool) {
+  /* a write, which the next to open reads from */
+  return atomic_fetch_add_explicit(&pool->next_ticket, 0, memory_order_acq_rel);
+}
+
+bool pds_pool_past(pds_pool *pool, uint64_t mark) {
+  return atomic_load_explicit(&pool->serving, memory_order_acquire) >= mark;
 }

@@ -60,4 +60,9 @@ void pds_pool_destroy(pds_pool *pool);
 void pds_pool_open(pds_pool *pool);
 void pds_pool_close(pds_pool *pool);
 
+/* For what is taken from steps while they run: whoever opens after pds_pool_mark() sees what was
+ * written before it, and once pds_pool_past() the others have closed. Neither waits. */
+uint64_t pds_pool_mark(pds_pool *pool);
+bool pds_pool_past(pds_pool *pool, uint64_t mark);
+
 #endif

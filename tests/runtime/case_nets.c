@@ -70,6 +70,22 @@ static void replaced(pds_engine *engine) {
   CHECK(engine->net_bytes <= 3 * PDS_GRAIN); /* the table and two nets */
 }
 
+/* A replacement does not wait for the step that is running. */
+static void replaced_within_a_step(pds_engine *engine) {
+  pds_net_slot *slots = atomic_load_explicit(&engine->nets, memory_order_acquire);
+  pds_net_desc desc = net_of(1, 7);
+  CHECK_OK(pds_engine_set_net(engine, 0, PDS_NET_DECODE, &desc));
+  pds_pool_open(engine->pool);
+  const pds_net *before = atomic_load(&slots[PDS_NET_DECODE].active);
+  desc = net_of(2, 7);
+  CHECK_OK(pds_engine_set_net(engine, 0, PDS_NET_DECODE, &desc));
+  CHECK_EQ(before->bias[0], 1);
+  CHECK_EQ(atomic_load(&slots[PDS_NET_DECODE].active)->bias[0], 2);
+  CHECK(!pds_pool_past(engine->pool, slots[PDS_NET_DECODE].mark));
+  pds_pool_close(engine->pool);
+  CHECK(pds_pool_past(engine->pool, slots[PDS_NET_DECODE].mark));
+}
+
 static void refused(pds_engine *engine) {
   pds_net_desc desc = net_of(1, PDS_NET_ROUTED);
   CHECK_STATUS(pds_engine_set_net(engine, 1, 0, &desc), PDS_ERR_ARGUMENT, "layer 1");
@@ -100,6 +116,7 @@ void case_nets(void) {
   refused(engine);
   CHECK_EQ(engine->net_bytes, 0);
   replaced(engine);
+  replaced_within_a_step(engine);
   pds_pool_destroy(engine->pool);
   pds_nets_free(engine);
   CHECK_EQ(engine->net_bytes, PDS_GRAIN); /* the table's, which goes last */
