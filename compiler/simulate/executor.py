@@ -230,8 +230,9 @@ class Executor:
         self.gpu.copy(kind, COMPUTE, size, name)
 
     def _host_work(self, name: str, tokens: list[int]) -> None:
-        end = self.gpu.begin_host_work(self.timing.host(name, tokens))
-        while self.gpu.now < end:
+        timing = self.timing
+        self.gpu.begin_host_work(timing.host(name, tokens), timing.host_busy(name, tokens))
+        while (end := self.gpu.host_end) is not None:
             self.gpu.pass_time(end)
             self.link.pump()
 

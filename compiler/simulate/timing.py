@@ -41,6 +41,10 @@ class Timing(Protocol):
 
     def host(self, name: str, tokens: Sequence[int]) -> int: ...
 
+    def host_busy(self, name: str, tokens: Sequence[int]) -> int:
+        """The same if the link moves bytes to the GPU all the time: no less."""
+        ...
+
 
 @dataclass(frozen=True)
 class Work:
@@ -83,6 +87,9 @@ class Given:
     def host(self, name: str, tokens: Sequence[int]) -> int:
         work = self.hosts.get(name)
         return work.ns(tokens, 0) if work else 0
+
+    def host_busy(self, name: str, tokens: Sequence[int]) -> int:
+        return self.host(name, tokens)
 
 
 class Tabled:
@@ -151,3 +158,10 @@ class Tabled:
                 return self.cpu.predict.ns if self.cpu.predict else 0
             case _:
                 return 0
+
+    def host_busy(self, name: str, tokens: Sequence[int]) -> int:
+        alone = self.host(name, tokens)
+        if name != "cpu.experts" or self.cpu.expert_busy is None:
+            return alone
+        each = self.cpu.expert_busy.curve
+        return max(alone, self.costs.cpu_start + sum(map(each.at, tokens)))

@@ -63,11 +63,28 @@ def test_a_busy_host_slows_the_copies_of_its_time() -> None:
     gpu = Gpu(Link(GB, GB, h2d_busy=GB // 2))
     gpu.copy(H2D, COPIES, 1000)
     gpu.advance(100)
-    end = gpu.begin_host_work(200)
-    while gpu.now < end:
+    gpu.begin_host_work(200)
+    while (end := gpu.host_end) is not None:
         gpu.pass_time(end)
     gpu.drain()
     assert gpu.now == 100 + 200 + (1000 - 100 - 100)
+
+
+def test_copies_slow_the_host_while_they_move() -> None:
+    """Work of 600 ns alone and of 900 beside the link, of which a copy takes 300 ns, then 90."""
+    gpu = Gpu(Link(GB, GB))
+    gpu.copy(H2D, COPIES, 300)
+    gpu.begin_host_work(600, 900)
+    assert gpu.host_end == 900  # as if it went on so
+    while (end := gpu.host_end) is not None:
+        gpu.pass_time(end)
+        if gpu.now == 300:
+            assert gpu.host_end == 300 + 600 - 200
+            gpu.copy(H2D, COMPUTE, 90)
+    assert gpu.now == 600 + 100 + 30 == gpu.busy_ns[1]
+    gpu.copy(D2H, COMPUTE, 500)
+    gpu.begin_host_work(600, 900)  # what comes back does not count
+    assert gpu.host_end == gpu.now + 600
 
 
 def test_a_stream_waits_for_an_event_of_the_other() -> None:
