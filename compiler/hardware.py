@@ -116,7 +116,13 @@ class Hardware:
         return Device(
             start=_figure(max(floor, one) + launch - one),
             expert=line.curve(work.expert_bytes, work.expert_flops, 0),
-            attention=line.curve(work.attention_bytes, work.attention_flops, launch, floor),
+            attention=line.curve(
+                work.attention_bytes,
+                work.attention_flops,
+                launch + _value(self.data["link"]["start_ns"]),
+                floor,
+                (work.routed_bytes, _value(self.data["link"]["bytes_per_s"])),
+            ),
             context_row=_figure(line.ns(work.context_bytes, work.context_flops)),
             context_row_prefill=_figure(line.ns(0, work.context_flops)),
             shared=line.curve(work.shared_bytes, work.shared_flops, 0)
@@ -160,13 +166,25 @@ class _Roofline:
     def ns(self, size: int, operations: int) -> int:
         return max(size * _S // self.bytes_per_s, operations * _S // self.flops)
 
-    def curve(self, size: int, operations: int, more: int, floor: int = 0) -> Fitted:
-        """By tokens, each of `operations`; max(floor, roofline) + more. Its corner is a knot."""
+    def curve(
+        self,
+        size: int,
+        operations: int,
+        more: int,
+        floor: int = 0,
+        copied: tuple[int, int] = (0, 1),
+    ) -> Fitted:
+        """By tokens, each of `operations`; max(floor, roofline) + more, and what a token copies:
+        its bytes, at so many a second. The corner is a knot."""
+        bytes_each, rate = copied
         corner = max(size * self.flops // self.bytes_per_s, floor * self.flops // _S)
         corner //= max(1, operations)
         grid = [*_GRID, *(t for t in (corner, corner + 1) if 1 <= t < MAX_TOKENS)]
         tokens = tuple(sorted(set(grid)))  # KNOTS at most
-        ns = tuple(max(floor, self.ns(size, t * operations)) + more for t in tokens)
+        ns = tuple(
+            max(floor, self.ns(size, t * operations)) + more + t * bytes_each * _S // rate
+            for t in tokens
+        )
         return Fitted(Curve(tokens, tuple(min(value, MAX_NS - 1) for value in ns)))
 
 
@@ -195,5 +213,7 @@ class _Work:
         gate = hidden * model.experts
         self.attention_bytes = weights * element + 4 * gate
         self.attention_flops = 2 * (weights + gate)
+        # Behind the gate, to the host: routes, rows of experts, and normed ones to predict from.
+        self.routed_bytes = 8 * model.top_k + (cached + 4) * hidden
         self.context_bytes = 1024 * per_token * cached
         self.context_flops = 1024 * per_pair

@@ -142,6 +142,7 @@ class Device:
     context_row_prefill: Figure  # of many rows of one sequence, which read its context together
     shared: Fitted | None = None
     predict: Figure | None = None
+    predict_row: Figure | None = None  # what each further row adds that predicts; None: nothing
     expert_busy: Fitted | None = None  # of the CPU, while the link moves experts; None: the same
 
 
@@ -391,6 +392,7 @@ def _device(data: dict[str, Any], where: str) -> Device:
         context_row_prefill=figure("context_row_prefill"),
         shared=fitted("shared") if "shared" in data else None,
         predict=figure("predict") if "predict" in data else None,
+        predict_row=figure("predict_row") if "predict_row" in data else None,
         expert_busy=fitted("expert_busy") if "expert_busy" in data else None,
     )
 

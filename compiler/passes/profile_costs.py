@@ -53,6 +53,7 @@ ROTATE = 1 << 30  # bytes of experts that take turns: more than caches hold
 BUSY = 1.5  # what is more than chance, of busy()
 _COPIED = 4 << 30  # bytes of weights up to which a plan is loaded as for a run
 
+PREDICTING = 16  # rows, at most, that a CPU plan predicts of: PDS_PREDICT_ROWS of plan_desc.h
 BESIDE = (1, 8, 64, 512)  # tokens of the CPU's experts that are measured beside a busy link
 
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -77,8 +78,8 @@ class Clock(Protocol):
     def attention(self, rows: int, context: bool) -> int:
         """Norm, attention, norm and gate; context: of rows behind Limits.context tokens."""
 
-    def predict(self) -> int:
-        """Of one row."""
+    def predict(self, rows: int) -> int:
+        """Of rows that all predict."""
 
     def link(self, what: str, n: int) -> int:
         """Of n experts, or a small copy, to the GPU: link, link_busy or link_start."""
@@ -110,8 +111,8 @@ class Limits:
         return min(PREFILL_ROWS, self.max_rows)
 
 
-# what, experts or 0 / 1 for context, tokens or rows (link: 1); cpu_idle, cpu_busy: the CPU's experts
-# beside an idle and a busy link
+# what, experts or 0 / 1 for context, tokens or rows (link: 1); cpu_idle, cpu_busy: the CPU's
+# experts beside an idle and a busy link
 Key = tuple[str, int, int]
 
 
@@ -134,7 +135,8 @@ def points(limits: Limits) -> list[Key]:
         for tokens in (t for t in BESIDE if t <= limits.expert_tokens):
             n = _job(limits, most, min(most, max(8, limits.top_k)), tokens)
             found += [("cpu_idle", n, tokens), ("cpu_busy", n, tokens)]
-    return found + ([("predict", 0, 1)] if limits.predicts else [])
+    rows = sorted({1, min(PREDICTING, limits.max_rows)}) if limits.predicts else []
+    return found + [("predict", 0, n) for n in rows]
 
 
 def _job(limits: Limits, experts: int, many: int, tokens: int) -> int:
@@ -176,7 +178,7 @@ def sample(
         elif what.startswith("cpu"):
             ns = clock.beside(what == "cpu_busy", n, count)
         else:
-            ns = clock.shared(count) if what == "shared" else clock.predict()
+            ns = clock.shared(count) if what == "shared" else clock.predict(count)
         taken.setdefault(key, []).append(ns)
         spent = int(1000 * min(now() - begin, seconds))
         advance(spent - told)
@@ -228,6 +230,7 @@ def device_of(taken: Mapping[Key, list[int]], limits: Limits) -> Device:
         context_row_prefill=_context_row(taken, limits.prefill_rows, limits.context),
         shared=curves.get("shared"),
         predict=_figure(bar_of(predicted)) if predicted else None,
+        predict_row=_predict_row(taken) if predicted else None,
     )
 
 
@@ -269,6 +272,17 @@ def _context_row(taken: Mapping[Key, list[int]], rows: int, context: int) -> Fig
     without = bar_of(taken["attention", 0, rows])
     found = taken["attention", 1, rows]
     each = [max(0, ns - without.median) * 1024 // (rows * context) for ns in found]
+    return _figure(bar_of(each))
+
+
+def _predict_row(taken: Mapping[Key, list[int]]) -> Figure:
+    """ns for each row behind the first."""
+    one, rows = bar_of(taken["predict", 0, 1]).median, 1
+    for what, _, n in taken:
+        rows = max(rows, n) if what == "predict" else rows
+    if rows == 1:
+        return Figure(0)
+    each = [max(0, ns - one) // (rows - 1) for ns in taken["predict", 0, rows]]
     return _figure(bar_of(each))
 
 
@@ -340,10 +354,9 @@ class PlanClock:
     def attention(self, rows: int, context: bool) -> int:
         return self.session.measure("attention", self._layer(), rows, seq=int(context))
 
-    def predict(self) -> int:
-        return self.session.measure(
-            "predict", self.predicting[self._next() % len(self.predicting)], 1
-        )
+    def predict(self, rows: int) -> int:
+        layer = self.predicting[self._next() % len(self.predicting)]
+        return self.session.measure("predict", layer, rows)
 
     def link(self, what: str, n: int) -> int:
         """Raises InputError: of an engine without a GPU."""

@@ -2,8 +2,9 @@
 
 A plan's own slots and programs follow from its costs, so measurements run through a provisional
 plan beside it: the same weights, library and kernels, and programs whose ring has as many slots as
-fit. Points, turns and fits are those of profile_costs.py. May import pdscope.{costs,engine,errors,
-ir,native,placement,plan}, numpy and pdscope.compiler.{costs,gpu_arch,lowered,passmanager,source,passes}.
+fit. Points, turns and fits are those of profile_costs.py. May import numpy, pdscope.{costs,engine,
+errors,ir,native,placement,plan} and pdscope.compiler.{costs,gpu_arch,lowered,passmanager,source,
+passes}.
 """
 
 import hashlib
@@ -105,7 +106,11 @@ class GpuProfile:
             taken = profile_costs.sample(clock, clock.limits, seconds=seconds, advance=advance)
         finally:
             clock.session.close()
-        device = replace(profile_costs.device_of(taken, clock.limits), predict=table.cpu.predict)
+        device = replace(
+            profile_costs.device_of(taken, clock.limits),
+            predict=table.cpu.predict,
+            predict_row=table.cpu.predict_row,
+        )
         pinned = "pinned" if info["pinned"] else "pageable"
         machine = replace(table.machine, gpu=info["name"], link=f"{pinned} memory to the GPU")
         link = link_of(taken, clock.limits.loads, info["expert_bytes"])
@@ -229,8 +234,8 @@ def busy_of(taken: Mapping[Key, list[int]], alone: Curve) -> Fitted:
     for (what, n, tokens), ns in taken.items():
         if what != "cpu_busy" or not (idle := taken.get(("cpu_idle", n, tokens))):
             continue
-        at = alone.at(tokens)
-        points.append((tokens, bar_of([at * b // max(1, a) for a, b in zip(idle, ns, strict=False)])))
+        longer = [b / max(1, a) for a, b in zip(idle, ns, strict=False)]
+        points.append((tokens, bar_of([int(alone.at(tokens) * factor) for factor in longer])))
     points.sort(key=lambda point: point[0])
     if not points:
         return Fitted(alone)

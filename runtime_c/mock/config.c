@@ -203,7 +203,7 @@ static bool set_one(settings *set, const char *key, const char *value) {
   static const char *const kernels[] = {
       [KERNELS_END] = "end", [KERNELS_START] = "start", [KERNELS_NONE] = "none", NULL};
   if (strcmp(key, "clock") == 0) return set_choice(&set->wall, value, clocks);
-  if (strcmp(key, "kernels") == 0) return set_choice(&set->kernels, value, kernels);
+  if (strcmp(key, "kernels") == 0) return set_choice(&set->effects, value, kernels);
   if (strncmp(key, "kernel.", 7) == 0) return set_cost(&set->kernels, key + 7, value);
   if (strncmp(key, "host.", 5) == 0) return set_cost(&set->host, key + 5, value);
   for (int i = 0; i < ENTRIES; i++) {

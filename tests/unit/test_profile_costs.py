@@ -54,8 +54,8 @@ class Fake:
     def attention(self, rows: int, context: bool) -> int:
         return self._take(10_000 + ROW * rows + (CONTEXT * rows * 2 if context else 0))
 
-    def predict(self) -> int:
-        return self._take(42_000)
+    def predict(self, rows: int) -> int:
+        return self._take(42_000 + 900 * (rows - 1))
 
     def link(self, what: str, n: int) -> int:
         rate = {"link": LOAD, "link_busy": 2 * LOAD, "link_start": 0}[what]
@@ -84,6 +84,7 @@ def test_known_times_come_back() -> None:
     assert device.context_row.ns == device.context_row_prefill.ns == CONTEXT
     assert device.shared is not None and device.shared.curve.at(3) == 21_000
     assert device.predict is not None and device.predict.ns == 42_000
+    assert device.predict_row is not None and device.predict_row.ns == 900
     for fitted in (device.expert, device.attention, device.shared):
         assert len(fitted.curve.tokens) <= KNOTS
 
