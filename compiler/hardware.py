@@ -24,11 +24,12 @@ from pdscope.compiler.costs import (
     expert_bytes,
     expert_flops,
 )
-from pdscope.costs import MAX_TOKENS
+from pdscope.costs import MAX_TOKENS, Cache
 from pdscope.errors import InputError
 from pdscope.schema import first_problem
 
 FORMAT = 1
+LLC_SHARE, LLC_MOST = 4, 16 << 20  # PDS_LLC_SHARE, PDS_LLC_MOST of runtime_c/src/llc.h
 _REMEDY = "correct the description (docs/costs-format.md)"
 _GRID = tuple(1 << i for i in range(13))  # 1 to 4096
 _S = 10**9  # nanoseconds in a second
@@ -85,7 +86,18 @@ class Hardware:
             cpu=self._cpu(model),
             gpu=self._gpu(model),
             link=self._link(model),
+            cache=self._cache(),
         )
+
+    def _cache(self) -> Cache | None:
+        """The runtime's budget: a quarter of the last-level cache, 16 MiB at most."""
+        cpu = self.data["cpu"]
+        if "cache_bytes" not in cpu or "cache_bytes_per_s" not in cpu:
+            return None
+        size = min(_value(cpu["cache_bytes"]) // LLC_SHARE, LLC_MOST)
+        fill = size * _S // _value(cpu["bytes_per_s"])
+        reads = size * _S // _value(cpu["cache_bytes_per_s"])
+        return Cache(size, _figure(fill), _figure(max(0, fill - reads)))
 
     def _cpu(self, model: ModelKey) -> Device:
         cpu = self.data["cpu"]
