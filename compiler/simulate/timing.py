@@ -99,9 +99,9 @@ class Tabled:
 
     Attention's curve holds its norms and the gate, so these take nothing by themselves; neither do
     rope, combine and the final norm, which the table does not have. It also holds the copies to the
-    host behind the gate: copies to the host take nothing. What else it does not have, the head and
-    the dense layers, takes what the table says of as many bytes of an expert. A chunk of an expert
-    moves at the expert's rate.
+    host behind the gate, and the head's time its logits: copies to the host take nothing by
+    themselves. The head and the dense layers take what the table says of as many bytes of an
+    expert. A chunk of an expert moves at the expert's rate.
     """
 
     def __init__(self, table: CostTable, model: ModelKey, dense_inter: int, vocab: int) -> None:
@@ -123,6 +123,7 @@ class Tabled:
         # Of an expert: its three matrices are hidden x inter each.
         self._dense = dense_inter, model.inter
         self._head = vocab, 3 * model.inter
+        self._logits = 4 * vocab * alone // size  # of a row, to the host
         self._seen: dict[tuple[str, tuple[int, ...], int], int] = {}
 
     def kernel(self, name: str, tokens: Sequence[int], extra: int) -> int:
@@ -146,7 +147,8 @@ class Tabled:
             case "mlp":
                 return costs.gpu_start + expert.at(tokens[0]) * self._dense[0] // self._dense[1]
             case "lm_head":
-                return costs.gpu_start + expert.at(tokens[0]) * self._head[0] // self._head[1]
+                head = costs.gpu_start + expert.at(tokens[0]) * self._head[0] // self._head[1]
+                return head + tokens[0] * self._logits
             case _:
                 return 0
 
