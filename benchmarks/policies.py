@@ -30,7 +30,7 @@ from pdscope.compiler.simulate.report import Report, simulate
 from pdscope.compiler.simulate.study import Study
 from pdscope.compiler.simulate.subject import Subject, routing_of
 from pdscope.compiler.simulate.timing import Link, Tabled, Timing
-from pdscope.costs import Costs, CostTable, Figure
+from pdscope.costs import Cache, Costs, CostTable, Figure
 from pdscope.routing_trace import RoutingTrace
 
 CONFIGS = Path(__file__).resolve().parents[1] / "examples" / "configs"
@@ -56,11 +56,12 @@ WITHOUT_ASYNC = {
 # ns of launching an expert: by its table 2, one of one token takes so much longer in the runtime
 # than it computes (RTX 3090: 0.11, 0.12 and 0.11 ms for the three models).
 LAUNCH = 110_000
+GRAPH, CACHE, BOTH = "static graph", "cache prefetch", "static graph and cache prefetch"
 PAPER_ABLATION = {
     "hot experts stay": ("1.16-1.39", "1.15-1.46"),
     "AsyncIO": ("1.67-1.88", "1.34-2.24"),
     "prediction and AdaptSched": ("1.39-2.06", "1.17-1.38"),
-    "static graph": ("1.10-1.20", "1.13-1.39"),  # with cache prefetch, which is not simulated
+    BOTH: ("1.10-1.20", "1.13-1.39"),
 }
 
 
@@ -81,6 +82,9 @@ class OneByOne:
 
     def host(self, name: str, tokens: Sequence[int]) -> int:
         return self.timing.host(name, tokens)
+
+    def host_busy(self, name: str, tokens: Sequence[int]) -> int:
+        return self.timing.host_busy(name, tokens)
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,15 @@ class Case:
             yield f"pp{n}", "prefill", trace
         yield "tg", "decode", self.decode
 
-    def warm(self, subject: Subject, timing: Timing, costs: Costs, policy: str) -> Executor:
-        executor = Executor(subject, timing, costs, policy)
+    def warm(
+        self,
+        subject: Subject,
+        timing: Timing,
+        costs: Costs,
+        policy: str,
+        cache: Cache | None = None,
+    ) -> Executor:
+        executor = Executor(subject, timing, costs, policy, cache=cache)
         for _ in executor.run(self.before):
             pass
         return executor
@@ -214,23 +225,49 @@ def ablation(c: Case) -> dict[str, dict[str, float]]:
     prefill, decode = (_slow(c, ms) for ms in WITHOUT_ASYNC[c.model])
     out: dict[str, dict[str, float]] = {}
     best = c.subject("adaptsched")
-    for name, policy, subject, slow, graph in (
-        ("Fiddler's policy alone", "fiddler", plain, True, False),
-        ("hot experts stay", "fiddler", hot, True, False),
-        ("AsyncIO", "fiddler", hot, False, False),
-        ("prediction and AdaptSched", "adaptsched", best, False, False),
-        ("static graph", "adaptsched", best, False, True),
+    for name, policy, subject, slow in (
+        ("Fiddler's policy alone", "fiddler", plain, True),
+        ("hot experts stay", "fiddler", hot, True),
+        ("AsyncIO", "fiddler", hot, False),
+        ("prediction and AdaptSched", "adaptsched", best, False),
     ):
-        rates = {}
+        out[name] = {}
         for column, phase, trace in c.traces():
             table = (prefill if phase == "prefill" else decode) if slow else c.study.table
-            timing: Timing = _timing(c, table) if graph else OneByOne(_timing(c, table))
-            costs = table.costs()
+            timing, costs = OneByOne(_timing(c, table)), table.costs()
             warm = c.warm(subject, timing, costs, policy)
             report = simulate(subject, timing, costs, policy, trace, after=warm)[0]
-            rates[column] = speed(report, column)
-        out[name] = rates
-    return out
+            out[name][column] = speed(report, column)
+    return out | system_parts(c, out["prediction and AdaptSched"])
+
+
+def system_parts(c: Case, before: dict[str, float]) -> dict[str, dict[str, float]]:
+    """The static graph, and prefetches to the CPU's cache behind it; both again where predicting
+    takes no time, as prefetches need predictions that do not pay for themselves everywhere. At last
+    what graph and cache are together beside `before`, if that is given."""
+    table = c.study.table
+    free = replace(
+        table,
+        cpu=replace(table.cpu, predict=Figure(0)),
+        gpu=replace(table.gpu, predict=Figure(0)) if table.gpu else None,
+    )
+    subject = c.subject("adaptsched")
+    out: dict[str, dict[str, float]] = {}
+    for name, costs_of, cache in (
+        (GRAPH, table, None),
+        (CACHE, table, table.cache),
+        ("predicting takes no time", free, None),
+        ("that, and cache prefetch", free, table.cache),
+    ):
+        timing, costs = _timing(c, costs_of), costs_of.costs()
+        warm = c.warm(subject, timing, costs, "adaptsched", cache)
+        out[name] = {
+            column: speed(
+                simulate(subject, timing, costs, "adaptsched", trace, after=warm)[0], column
+            )
+            for column, _, trace in c.traces()
+        }
+    return out | ({BOTH: out[CACHE]} if before else {})
 
 
 def _slow(c: Case, ms: float) -> CostTable:
@@ -257,8 +294,11 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
             if platform == args.platforms[0]:
                 if not args.skip_accuracy:
                     part["accuracy"] = accuracies(c)
-                if not args.skip_ablation and model in WITHOUT_ASYNC and platform == PLATFORMS[0]:
+            if not args.skip_ablation:
+                if model in WITHOUT_ASYNC and platform == PLATFORMS[0]:
                     part["ablation"] = ablation(c)
+                else:
+                    part["system"] = system_parts(c, {})
             found[f"{model} on {platform}"] = part
     return found
 
@@ -282,28 +322,32 @@ def lines(found: dict[str, Any], columns: list[str]) -> Iterator[str]:
         for key, title in (
             ("accuracy", "AdaptSched by the accuracy of predictions, t/s"),
             ("ablation", "From Fiddler's policy, one part after the other, t/s and gain"),
+            ("system", "AdaptSched with a static graph, then with cache prefetch, t/s and gain"),
         ):
             if key in part:
                 yield f"\n{title}\n"
-                yield markdown(list(_steps(part[key], columns, key == "ablation")))
+                yield markdown(list(_steps(part[key], columns, key != "accuracy")))
     yield from _against_paper(found, columns)
 
 
 def _steps(
     part: dict[str, dict[str, float]], columns: list[str], gains: bool
 ) -> Iterator[list[str]]:
-    yield ["", *columns, *(["paper: prefill, decode"] if gains else [])]
+    gains_of_paper = gains and BOTH in part
+    yield ["", *columns, *(["paper: prefill, decode"] if gains_of_paper else [])]
     before: dict[str, float] = {}
     best = next(iter(part.values()))
     for name, rates in part.items():
         row = [name]
+        if name == BOTH:
+            before = part["prediction and AdaptSched"]
         for column in columns:
             rate = rates[column]
             said = f" ({rate / before[column]:.2f}x)" if gains and before else ""
             if not gains:
                 said = f" ({rate / best[column] - 1:+.1%})"
             row.append(f"{rate:.2f}{said}")
-        if gains:
+        if gains_of_paper:
             row.append(", ".join(PAPER_ABLATION.get(name, ())))
         yield row
         before = rates

@@ -24,11 +24,12 @@ from pdscope.compiler.costs import (
     expert_bytes,
     expert_flops,
 )
-from pdscope.costs import MAX_TOKENS
+from pdscope.costs import MAX_TOKENS, Cache
 from pdscope.errors import InputError
 from pdscope.schema import first_problem
 
 FORMAT = 1
+LLC_SHARE, LLC_MOST = 4, 16 << 20  # PDS_LLC_SHARE, PDS_LLC_MOST of runtime_c/src/llc.h
 _REMEDY = "correct the description (docs/costs-format.md)"
 _GRID = tuple(1 << i for i in range(13))  # 1 to 4096
 _S = 10**9  # nanoseconds in a second
@@ -85,7 +86,18 @@ class Hardware:
             cpu=self._cpu(model),
             gpu=self._gpu(model),
             link=self._link(model),
+            cache=self._cache(),
         )
+
+    def _cache(self) -> Cache | None:
+        """The runtime's budget: a quarter of the last-level cache, 16 MiB at most."""
+        cpu = self.data["cpu"]
+        if "cache_bytes" not in cpu or "cache_bytes_per_s" not in cpu:
+            return None
+        size = min(_value(cpu["cache_bytes"]) // LLC_SHARE, LLC_MOST)
+        fill = size * _S // _value(cpu["bytes_per_s"])
+        reads = size * _S // _value(cpu["cache_bytes_per_s"])
+        return Cache(size, _figure(fill), _figure(max(0, fill - reads)))
 
     def _cpu(self, model: ModelKey) -> Device:
         cpu = self.data["cpu"]
@@ -116,7 +128,13 @@ class Hardware:
         return Device(
             start=_figure(max(floor, one) + launch - one),
             expert=line.curve(work.expert_bytes, work.expert_flops, 0),
-            attention=line.curve(work.attention_bytes, work.attention_flops, launch, floor),
+            attention=line.curve(
+                work.attention_bytes,
+                work.attention_flops,
+                launch + _value(self.data["link"]["start_ns"]),
+                floor,
+                (work.routed_bytes, _value(self.data["link"]["bytes_per_s"])),
+            ),
             context_row=_figure(line.ns(work.context_bytes, work.context_flops)),
             context_row_prefill=_figure(line.ns(0, work.context_flops)),
             shared=line.curve(work.shared_bytes, work.shared_flops, 0)
@@ -160,13 +178,25 @@ class _Roofline:
     def ns(self, size: int, operations: int) -> int:
         return max(size * _S // self.bytes_per_s, operations * _S // self.flops)
 
-    def curve(self, size: int, operations: int, more: int, floor: int = 0) -> Fitted:
-        """By tokens, each of `operations`; max(floor, roofline) + more. Its corner is a knot."""
+    def curve(
+        self,
+        size: int,
+        operations: int,
+        more: int,
+        floor: int = 0,
+        copied: tuple[int, int] = (0, 1),
+    ) -> Fitted:
+        """By tokens, each of `operations`; max(floor, roofline) + more, and what a token copies:
+        its bytes, at so many a second. The corner is a knot."""
+        bytes_each, rate = copied
         corner = max(size * self.flops // self.bytes_per_s, floor * self.flops // _S)
         corner //= max(1, operations)
         grid = [*_GRID, *(t for t in (corner, corner + 1) if 1 <= t < MAX_TOKENS)]
         tokens = tuple(sorted(set(grid)))  # KNOTS at most
-        ns = tuple(max(floor, self.ns(size, t * operations)) + more for t in tokens)
+        ns = tuple(
+            max(floor, self.ns(size, t * operations)) + more + t * bytes_each * _S // rate
+            for t in tokens
+        )
         return Fitted(Curve(tokens, tuple(min(value, MAX_NS - 1) for value in ns)))
 
 
@@ -195,5 +225,7 @@ class _Work:
         gate = hidden * model.experts
         self.attention_bytes = weights * element + 4 * gate
         self.attention_flops = 2 * (weights + gate)
+        # Behind the gate, to the host: routes, rows of experts, and normed ones to predict from.
+        self.routed_bytes = 8 * model.top_k + (cached + 4) * hidden
         self.context_bytes = 1024 * per_token * cached
         self.context_flops = 1024 * per_pair

@@ -142,6 +142,8 @@ class Device:
     context_row_prefill: Figure  # of many rows of one sequence, which read its context together
     shared: Fitted | None = None
     predict: Figure | None = None
+    predict_row: Figure | None = None  # what each further row adds that predicts; None: nothing
+    expert_busy: Fitted | None = None  # of the CPU, while the link moves experts; None: the same
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,15 @@ class Link:
     start: Figure
     expert: Figure  # while the CPU computes
     expert_alone: Figure
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Prefetches to the CPU's last-level cache: at most `bytes` of a layer's experts."""
+
+    bytes: int
+    fill: Figure  # from memory to the cache
+    saves: Figure  # what experts that read all of them there save
 
 
 @dataclass(frozen=True)
@@ -190,7 +201,8 @@ class ModelKey:
 
 @dataclass(frozen=True)
 class CostTable:
-    """costs.json. `source`: in words, where the numbers come from; gpu, link: None: unknown."""
+    """costs.json. `source`: in words, where the numbers come from; gpu, link, cache: None:
+    unknown."""
 
     source: str
     machine: Machine
@@ -198,6 +210,7 @@ class CostTable:
     cpu: Device
     gpu: Device | None = None
     link: Link | None = None
+    cache: Cache | None = None
 
     def costs(self, device: str = "gpu") -> Costs:
         """`device`: "cpu" or "gpu": where attention, shared expert and predictor run; on "cpu",
@@ -250,6 +263,9 @@ class CostTable:
             data["gpu"] = _device_data(self.gpu)
         if self.link:
             data["link"] = {name: _figure_data(f) for name, f in vars(self.link).items()}
+        if self.cache:
+            fill, saves = _figure_data(self.cache.fill), _figure_data(self.cache.saves)
+            data["cache"] = {"bytes": self.cache.bytes, "fill": fill, "saves": saves}
         return _json(data) + "\n"
 
     @classmethod
@@ -279,6 +295,7 @@ class CostTable:
             cpu=_device(data["cpu"], f"{where}: cpu"),
             gpu=_device(data["gpu"], f"{where}: gpu") if "gpu" in data else None,
             link=_link(data["link"], f"{where}: link") if "link" in data else None,
+            cache=_cache(data["cache"], f"{where}: cache") if "cache" in data else None,
         )
 
     @classmethod
@@ -390,7 +407,14 @@ def _device(data: dict[str, Any], where: str) -> Device:
         context_row_prefill=figure("context_row_prefill"),
         shared=fitted("shared") if "shared" in data else None,
         predict=figure("predict") if "predict" in data else None,
+        predict_row=figure("predict_row") if "predict_row" in data else None,
+        expert_busy=fitted("expert_busy") if "expert_busy" in data else None,
     )
+
+
+def _cache(data: dict[str, Any], where: str) -> Cache:
+    fill, saves = (_figure(data[name], f"{where}: {name}") for name in ("fill", "saves"))
+    return Cache(data["bytes"], fill, saves)
 
 
 def _link(data: dict[str, Any], where: str) -> Link:

@@ -31,6 +31,7 @@ Messages = Sequence[Mapping[str, Any]]
 MEASURES = (
     *("experts", "shared", "attention", "predict", "context"),
     *("gpu_experts", "gpu_shared", "gpu_attention", "link", "link_busy", "link_start"),
+    "experts_busy",
 )
 
 
@@ -181,7 +182,9 @@ class Session(SessionCore):
         clock: "gpu_experts": one submission of `experts`, whose weights are those of slots,
         expert modulo all slots; "gpu_shared"; "gpu_attention", until the routes are on the host;
         "link": the experts `loads` to slots of the ring, each to expert modulo those; "link_busy":
-        the same while the CPU computes `experts`; "link_start": the same of 4 KiB.
+        the same while the CPU computes `experts`; "link_start": the same of 4 KiB;
+        "experts_busy": one job of `experts` on the CPU while `loads` cross the link again and
+        again, or, without any, while it is idle.
         Raises InputError, BudgetError.
         """
         if what not in MEASURES:

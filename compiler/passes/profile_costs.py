@@ -53,6 +53,9 @@ ROTATE = 1 << 30  # bytes of experts that take turns: more than caches hold
 BUSY = 1.5  # what is more than chance, of busy()
 _COPIED = 4 << 30  # bytes of weights up to which a plan is loaded as for a run
 
+PREDICTING = 16  # rows, at most, that a CPU plan predicts of: PDS_PREDICT_ROWS of plan_desc.h
+BESIDE = (1, 8, 64, 512)  # tokens of the CPU's experts that are measured beside a busy link
+
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 GRID = (*_STEPS, 768, 1024, 1536, 2048, 3072, TOKENS)
 
@@ -75,11 +78,14 @@ class Clock(Protocol):
     def attention(self, rows: int, context: bool) -> int:
         """Norm, attention, norm and gate; context: of rows behind Limits.context tokens."""
 
-    def predict(self) -> int:
-        """Of one row."""
+    def predict(self, rows: int) -> int:
+        """Of rows that all predict."""
 
     def link(self, what: str, n: int) -> int:
         """Of n experts, or a small copy, to the GPU: link, link_busy or link_start."""
+
+    def beside(self, moving: bool, n: int, tokens: int) -> int:
+        """The CPU's job of n experts while others cross the link, or while that is idle."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ class Limits:
     shared: bool
     predicts: bool
     loads: int = 0  # experts that cross the link to a GPU together; 0: there is none
+    cpu_experts: int = 0  # that the CPU has to compute beside the link
 
     @property
     def expert_tokens(self) -> int:
@@ -104,7 +111,9 @@ class Limits:
         return min(PREFILL_ROWS, self.max_rows)
 
 
-Key = tuple[str, int, int]  # what, experts or 0 / 1 for context, tokens or rows (link: 1)
+# what, experts or 0 / 1 for context, tokens or rows (link: 1); cpu_idle, cpu_busy: the CPU's
+# experts beside an idle and a busy link
+Key = tuple[str, int, int]
 
 
 def points(limits: Limits) -> list[Key]:
@@ -112,9 +121,7 @@ def points(limits: Limits) -> list[Key]:
     many = min(limits.experts, max(8, limits.top_k), limits.expert_tokens)
     found: list[Key] = [("experts", n, 1) for n in _below(many)]
     for tokens in (t for t in GRID if 1 < t <= limits.expert_tokens):
-        n = max(many, min(LARGE_JOB, TOKENS_OF_JOB // tokens))
-        n = min(n, limits.experts, limits.expert_tokens // tokens)
-        found.append(("experts", n, tokens))
+        found.append(("experts", _job(limits, limits.experts, many, tokens), tokens))
     rows = [1 << i for i in range(13) if 1 << i <= limits.max_rows]
     found += [("attention", 0, n) for n in rows]
     if limits.prefill_rows not in rows:
@@ -124,7 +131,18 @@ def points(limits: Limits) -> list[Key]:
         found += [("shared", 0, n) for n in rows]
     if limits.loads:
         found += [("link", limits.loads, 1), ("link_busy", limits.loads, 1), ("link_start", 0, 1)]
-    return found + ([("predict", 0, 1)] if limits.predicts else [])
+        most = limits.cpu_experts
+        for tokens in (t for t in BESIDE if t <= limits.expert_tokens):
+            n = _job(limits, most, min(most, max(8, limits.top_k)), tokens)
+            found += [("cpu_idle", n, tokens), ("cpu_busy", n, tokens)]
+    rows = sorted({1, min(PREDICTING, limits.max_rows)}) if limits.predicts else []
+    return found + [("predict", 0, n) for n in rows]
+
+
+def _job(limits: Limits, experts: int, many: int, tokens: int) -> int:
+    """Experts of a job that have so many tokens each."""
+    n = max(many, min(LARGE_JOB, TOKENS_OF_JOB // tokens)) if tokens > 1 else many
+    return min(n, experts, limits.expert_tokens // tokens)
 
 
 def _below(many: int) -> list[int]:
@@ -157,8 +175,10 @@ def sample(
             ns = clock.attention(count, bool(n))
         elif what.startswith("link"):
             ns = clock.link(what, n)
+        elif what.startswith("cpu"):
+            ns = clock.beside(what == "cpu_busy", n, count)
         else:
-            ns = clock.shared(count) if what == "shared" else clock.predict()
+            ns = clock.shared(count) if what == "shared" else clock.predict(count)
         taken.setdefault(key, []).append(ns)
         spent = int(1000 * min(now() - begin, seconds))
         advance(spent - told)
@@ -210,6 +230,7 @@ def device_of(taken: Mapping[Key, list[int]], limits: Limits) -> Device:
         context_row_prefill=_context_row(taken, limits.prefill_rows, limits.context),
         shared=curves.get("shared"),
         predict=_figure(bar_of(predicted)) if predicted else None,
+        predict_row=_predict_row(taken) if predicted else None,
     )
 
 
@@ -251,6 +272,17 @@ def _context_row(taken: Mapping[Key, list[int]], rows: int, context: int) -> Fig
     without = bar_of(taken["attention", 0, rows])
     found = taken["attention", 1, rows]
     each = [max(0, ns - without.median) * 1024 // (rows * context) for ns in found]
+    return _figure(bar_of(each))
+
+
+def _predict_row(taken: Mapping[Key, list[int]]) -> Figure:
+    """ns for each row behind the first."""
+    one, rows = bar_of(taken["predict", 0, 1]).median, 1
+    for what, _, n in taken:
+        rows = max(rows, n) if what == "predict" else rows
+    if rows == 1:
+        return Figure(0)
+    each = [max(0, ns - one) // (rows - 1) for ns in taken["predict", 0, rows]]
     return _figure(bar_of(each))
 
 
@@ -322,14 +354,22 @@ class PlanClock:
     def attention(self, rows: int, context: bool) -> int:
         return self.session.measure("attention", self._layer(), rows, seq=int(context))
 
-    def predict(self) -> int:
-        return self.session.measure(
-            "predict", self.predicting[self._next() % len(self.predicting)], 1
-        )
+    def predict(self, rows: int) -> int:
+        layer = self.predicting[self._next() % len(self.predicting)]
+        return self.session.measure("predict", layer, rows)
 
     def link(self, what: str, n: int) -> int:
         """Raises InputError: of an engine without a GPU."""
         return self.session.measure(what, self._layer(), loads=range(n))
+
+    def beside(self, moving: bool, n: int, tokens: int) -> int:
+        """Raises InputError: of an engine without a GPU."""
+        return self.session.measure(
+            "experts_busy",
+            self._layer(),
+            experts=dict.fromkeys(range(n), tokens),
+            loads=range(n if moving else 0),
+        )
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

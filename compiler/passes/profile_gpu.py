@@ -2,8 +2,9 @@
 
 A plan's own slots and programs follow from its costs, so measurements run through a provisional
 plan beside it: the same weights, library and kernels, and programs whose ring has as many slots as
-fit. Points, turns and fits are those of profile_costs.py. May import pdscope.{costs,engine,errors,
-ir,native,placement,plan} and pdscope.compiler.{costs,gpu_arch,lowered,passmanager,source,passes}.
+fit. Points, turns and fits are those of profile_costs.py. May import numpy, pdscope.{costs,engine,
+errors,ir,native,placement,plan} and pdscope.compiler.{costs,gpu_arch,lowered,passmanager,source,
+passes}.
 """
 
 import hashlib
@@ -12,13 +13,19 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
+
+import numpy as np
 
 from pdscope.compiler.costs import (
     JSON,
+    MAX_NS,
     Bar,
     CostTable,
+    Curve,
     Figure,
+    Fitted,
     Link,
     ModelKey,
     bar_of,
@@ -99,11 +106,16 @@ class GpuProfile:
             taken = profile_costs.sample(clock, clock.limits, seconds=seconds, advance=advance)
         finally:
             clock.session.close()
-        device = replace(profile_costs.device_of(taken, clock.limits), predict=table.cpu.predict)
+        device = replace(
+            profile_costs.device_of(taken, clock.limits),
+            predict=table.cpu.predict,
+            predict_row=table.cpu.predict_row,
+        )
         pinned = "pinned" if info["pinned"] else "pageable"
         machine = replace(table.machine, gpu=info["name"], link=f"{pinned} memory to the GPU")
         link = link_of(taken, clock.limits.loads, info["expert_bytes"])
-        return replace(table, machine=machine, gpu=device, link=link)
+        cpu = replace(table.cpu, expert_busy=busy_of(taken, table.cpu.expert.curve))
+        return replace(table, machine=machine, cpu=cpu, gpu=device, link=link)
 
     # --- the provisional plan ---
 
@@ -168,7 +180,13 @@ class GpuClock(PlanClock):
     def __init__(self, engine: Engine, model: ModelKey, ring: int, expert_bytes: int) -> None:
         super().__init__(engine, model)
         loads = max(1, min(LOADS, model.experts, LINK_BYTES // expert_bytes))
-        self.limits = replace(self.limits, experts=ring, predicts=False, loads=loads)
+        self.limits = replace(
+            self.limits,
+            experts=ring,
+            predicts=False,
+            loads=loads,
+            cpu_experts=model.experts,
+        )
         self.ring, self.experts_of_model = ring, model.experts
         # What the CPU computes beside the link: more than its caches hold.
         self._busy = dict.fromkeys(range(min(model.experts, self.limits.expert_tokens)), 1)
@@ -195,6 +213,11 @@ class GpuClock(PlanClock):
         busy = self._busy if what == "link_busy" else {}
         return self.session.measure(what, self._layer(), experts=busy, loads=loads)
 
+    def beside(self, moving: bool, n: int, tokens: int) -> int:
+        experts = dict.fromkeys(self._ids(n, self.experts_of_model), tokens)
+        loads = self._ids(self.limits.loads if moving else 0, self.experts_of_model)
+        return self.session.measure("experts_busy", self._layer(), experts=experts, loads=loads)
+
     def _ids(self, n: int, of: int) -> list[int]:
         """The next n of so many, in turn."""
         first = self._given
@@ -202,6 +225,28 @@ class GpuClock(PlanClock):
         return [(first + i) % of for i in range(n)]
 
     _given = 0
+
+
+def busy_of(taken: Mapping[Key, list[int]], alone: Curve) -> Fitted:
+    """The CPU's expert while the link moves others: `alone` times how much longer a job took than
+    one right before it, beside an idle link. Nothing gets faster by it."""
+    points: list[tuple[int, Bar]] = []
+    for (what, n, tokens), ns in taken.items():
+        if what != "cpu_busy" or not (idle := taken.get(("cpu_idle", n, tokens))):
+            continue
+        longer = [b / max(1, a) for a, b in zip(idle, ns, strict=False)]
+        points.append((tokens, bar_of([int(alone.at(tokens) * factor) for factor in longer])))
+    points.sort(key=lambda point: point[0])
+    if not points:
+        return Fitted(alone)
+    measured = [tokens for tokens, _ in points]
+    factors = [max(1.0, bar.median / max(1, alone.at(tokens))) for tokens, bar in points]
+    at_knots = np.interp(alone.tokens, measured, factors).tolist()
+    ns = [
+        min(MAX_NS - 1, int(value * factor))
+        for value, factor in zip(alone.ns, at_knots, strict=True)
+    ]
+    return Fitted(Curve(alone.tokens, tuple(accumulate(ns, max))), tuple(points))
 
 
 def link_of(taken: Mapping[Key, list[int]], loads: int, expert_bytes: int) -> Link:

@@ -75,7 +75,10 @@ class Gpu:
         self.engines = _Engine(), _Engine()
         self._next_seq = 0
         self._host_busy = False
-        self._busy_until = 0
+        # The host's work: what is left of it at a time, in units of which it does so many a ns
+        # while the link to the GPU is idle, and while it moves bytes.
+        self._host_left = self._host_since = self._host_began = self._busy_until = 0
+        self._host_rates = 1, 1
 
     # --- submitting ---
 
@@ -114,9 +117,11 @@ class Gpu:
     # --- time ---
 
     def advance(self, to: int) -> None:
-        if self._host_busy and to >= self._busy_until:
-            self._run(self._busy_until)
-            self._set_busy(False)
+        while self._host_busy and to >= self._busy_until:
+            if self._step(self._busy_until):  # which may change when the host is done
+                continue
+            self.now = max(self.now, self._busy_until)
+            self._end_host_work()
         self._run(to)
 
     def next_end(self) -> int | None:
@@ -133,13 +138,35 @@ class Gpu:
             raise PdscopeError("the simulator waits for work that nothing will finish: a defect")
         self.advance(to)
 
-    def begin_host_work(self, duration: int) -> int:
-        """When it will end: pass time until then."""
-        if duration > 0:
-            self._set_busy(True)
-            self._busy_until = self.now + duration
-            self.busy_ns[1] += duration
-        return self.now + duration
+    def begin_host_work(self, duration: int, beside: int = 0) -> None:
+        """Work of so many ns, or of `beside`, if that is more, where the link moves bytes to the
+        GPU all the time. Pass time until `host_end` is None."""
+        if duration <= 0:
+            return
+        beside = max(duration, beside)
+        self._host_left, self._host_rates = duration * beside, (beside, duration)
+        self._host_since = self._host_began = self.now
+        self._set_busy(True)
+        self._set_host_end()
+
+    @property
+    def host_end(self) -> int | None:
+        """When the host's work will end, as things are; None: it has none."""
+        return self._busy_until if self._host_busy else None
+
+    def _set_host_end(self) -> None:
+        rate = self._host_rates[self.engines[H2D].current is not None]
+        self._busy_until = self._host_since + -(-self._host_left // rate)
+
+    def _host_works(self) -> None:
+        """Takes off what it has done by now."""
+        rate = self._host_rates[self.engines[H2D].current is not None]
+        self._host_left = max(0, self._host_left - (self.now - self._host_since) * rate)
+        self._host_since = self.now
+
+    def _end_host_work(self) -> None:
+        self.busy_ns[1] += self.now - self._host_began
+        self._set_busy(False)
 
     def drain(self) -> None:
         """Both streams, the one of copies first."""
@@ -233,10 +260,19 @@ class Gpu:
             return
         engine = self.engines[op.kind]
         idle = not engine.used or op.ready > engine.free_at
-        engine.used, engine.current = True, op
+        self._move(engine, op)
+        engine.used = True
         op.left = op.size * SECOND
         op.since = at + self._latencies[op.kind] + (self._starts[op.kind] if idle else 0)
         op.end = self._arrival(op)
+
+    def _move(self, engine: _Engine, op: Op | None) -> None:
+        """What the engine moves from now on, beside the host's work."""
+        if self._host_busy:
+            self._host_works()
+        engine.current = op
+        if self._host_busy:
+            self._set_host_end()
 
     def _finish(self, op: Op, stream: _Stream) -> None:
         op.done = True
@@ -244,7 +280,8 @@ class Gpu:
         stream.queue.popleft()
         if op.kind <= D2H:
             engine = self.engines[op.kind]
-            engine.current, engine.free_at = None, op.end
+            self._move(engine, None)
+            engine.free_at = op.end
             engine.busy += op.end - op.begin
         elif op.kind == KERNEL:
             self.busy_ns[0] += op.duration

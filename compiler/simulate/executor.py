@@ -6,15 +6,16 @@ simulate}.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdscope.compiler.decision import Policy
+from pdscope.compiler.simulate.cache import CachePrefetch
 from pdscope.compiler.simulate.device import COMPUTE, COPIES, D2H, H2D, Gpu, Op
 from pdscope.compiler.simulate.placing import Bound, Hole, Placement, Transfer
 from pdscope.compiler.simulate.subject import Subject
 from pdscope.compiler.simulate.timing import Timing
-from pdscope.costs import Costs
+from pdscope.costs import Cache, Costs
 from pdscope.errors import InputError
 from pdscope.ir.isa import HoleKind, Opcode, Phase, Queue
 from pdscope.ir.program import Instr, Program
@@ -76,15 +77,23 @@ class Executor:
     for timelines."""
 
     def __init__(
-        self, subject: Subject, timing: Timing, costs: Costs, policy: str, keep: bool = False
+        self,
+        subject: Subject,
+        timing: Timing,
+        costs: Costs,
+        policy: str,
+        keep: bool = False,
+        cache: Cache | None = None,
     ) -> None:
-        """`costs`: what decisions are made of. Raises InputError for an unknown policy."""
+        """`costs`: what decisions are made of; `cache`: as if experts were prefetched to it (see
+        cache.py). Raises InputError for an unknown policy."""
         if policy not in (known := [p.value for p in Policy]):
             raise InputError(f"policy is {policy!r}, expected one of {', '.join(known)}")
         self.subject, self.timing = subject, timing
         self.gpu = Gpu(timing.link, keep)
         self.placement = Placement(subject, costs, Policy(policy))
         self.link = LinkQueue(self)
+        self.cache = CachePrefetch(cache, costs.cpu_expert) if cache else None
         self.instrs: list[InstrRecord] | None = [] if keep else None
         self.step: Step
         self.layer = -1  # that runs
@@ -197,10 +206,8 @@ class Executor:
                 self._host_work("cpu.predict", [step.rows])
             case Opcode.EXPERT if instr.queue is Queue.CPU:
                 assert self.bound is not None
-                rows = [rows for _, rows in self.bound.cpu]
-                if rows:
-                    self._host_work("cpu.experts", rows)
-                return len(rows)
+                self._cpu_experts(self.bound.cpu, layer)
+                return len(self.bound.cpu)
             case Opcode.EXPERT:
                 assert instr.hole is not None
                 return self._ready() if instr.hole.kind is HoleKind.R else self._late()
@@ -229,9 +236,21 @@ class Executor:
         """A copy in between kernels."""
         self.gpu.copy(kind, COMPUTE, size, name)
 
-    def _host_work(self, name: str, tokens: list[int]) -> None:
-        end = self.gpu.begin_host_work(self.timing.host(name, tokens))
-        while self.gpu.now < end:
+    def _cpu_experts(self, experts: Sequence[tuple[int, int]], layer: int) -> None:
+        gpu, cache, saved = self.gpu, self.cache, 0
+        if cache is not None:
+            size = self.subject.expert_bytes[layer]
+            saved = cache.save(experts, size, gpu.now, gpu.busy_ns[1])
+        if experts:
+            self._host_work("cpu.experts", [rows for _, rows in experts], saved)
+        if cache is not None:
+            cache.worked(gpu.now, gpu.busy_ns[1])
+
+    def _host_work(self, name: str, tokens: list[int], saved: int = 0) -> None:
+        timing = self.timing
+        alone, busy = timing.host(name, tokens), timing.host_busy(name, tokens)
+        self.gpu.begin_host_work(alone - saved, busy - saved)
+        while (end := self.gpu.host_end) is not None:
             self.gpu.pass_time(end)
             self.link.pump()
 
@@ -261,6 +280,8 @@ class Executor:
         self.bound = self.placement.recompile(
             program.layer, program.phase, self.step, ahead, self.link
         )
+        if self.cache is not None:
+            self.cache.decided(self.placement.left, self.step.rows)
         if self.bound.gpu:
             self._small(H2D, 4 * self.step.rows * program.top_k, "rows by expert")
 

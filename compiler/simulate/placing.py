@@ -108,7 +108,8 @@ class Placement:
         self.now = 0  # steps
         # The link as decisions see it: never asked of the device.
         self.free_at = self.elapsed = 0
-        self.ahead: list[int] = []  # experts prefetched for the next layer, in order
+        self.ahead: list[int] = []  # experts prefetched for the next layer, in order,
+        self.left: list[int] = []  # and those that it is predicted to leave on the CPU
         self.draft: set[int] = set()  # experts that the next layer is expected to activate
         if policy.keeps:
             self._fill()
@@ -228,6 +229,7 @@ class _Recompile:
         self._expect(loads)
         p.ahead = []
         self._bind_prefetches(made, room_ahead)
+        p.left = [due.expert for due in self.next if due.expert not in p.ahead]
         on_gpu = {hole.expert for hole in bound.gpu}
         bound.cpu = [(e, self.rows[e]) for e in self.activated if e not in on_gpu]
         return bound

@@ -1,6 +1,6 @@
 """How long things take: kernels, copies, the CPU's work. All times are whole nanoseconds.
 
-May import pdscope.costs and pdscope.compiler.costs.
+May import pdscope.costs, pdscope.compiler.costs and the constants of passes.plan_gpu.
 """
 
 from collections.abc import Sequence
@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdscope.compiler.costs import ModelKey, expert_bytes
+from pdscope.compiler.passes.plan_gpu import PREDICT_ROWS
 from pdscope.costs import Costs, CostTable, Device
 
 SECOND = 10**9
+_AT_ONCE = 1 << 60  # bytes a second: less than a nanosecond for any copy
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class Timing(Protocol):
     def kernel(self, name: str, tokens: Sequence[int], extra: int) -> int: ...
 
     def host(self, name: str, tokens: Sequence[int]) -> int: ...
+
+    def host_busy(self, name: str, tokens: Sequence[int]) -> int:
+        """The same if the link moves bytes to the GPU all the time: no less."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,14 +90,18 @@ class Given:
         work = self.hosts.get(name)
         return work.ns(tokens, 0) if work else 0
 
+    def host_busy(self, name: str, tokens: Sequence[int]) -> int:
+        return self.host(name, tokens)
+
 
 class Tabled:
     """Times of a cost table.
 
     Attention's curve holds its norms and the gate, so these take nothing by themselves; neither do
-    rope, combine and the final norm, which the table does not have. What else it does not have, the
-    head and the dense layers, takes what the table says of as many bytes of an expert. A chunk of
-    an expert moves at the expert's rate.
+    rope, combine and the final norm, which the table does not have. It also holds the copies to the
+    host behind the gate, and the head's time its logits: copies to the host take nothing by
+    themselves. The head and the dense layers take what the table says of as many bytes of an
+    expert. A chunk of an expert moves at the expert's rate.
     """
 
     def __init__(self, table: CostTable, model: ModelKey, dense_inter: int, vocab: int) -> None:
@@ -106,15 +116,14 @@ class Tabled:
         fast, slow = size * SECOND // alone, size * SECOND // busy
         self.link = Link(
             h2d=max(1, fast),
-            d2h=max(1, fast),
+            d2h=_AT_ONCE,
             h2d_busy=max(1, slow),
-            d2h_busy=max(1, slow),
             h2d_start=start,
-            d2h_start=start,
         )
         # Of an expert: its three matrices are hidden x inter each.
         self._dense = dense_inter, model.inter
         self._head = vocab, 3 * model.inter
+        self._logits = 4 * vocab * alone // size  # of a row, to the host
         self._seen: dict[tuple[str, tuple[int, ...], int], int] = {}
 
     def kernel(self, name: str, tokens: Sequence[int], extra: int) -> int:
@@ -138,7 +147,8 @@ class Tabled:
             case "mlp":
                 return costs.gpu_start + expert.at(tokens[0]) * self._dense[0] // self._dense[1]
             case "lm_head":
-                return costs.gpu_start + expert.at(tokens[0]) * self._head[0] // self._head[1]
+                head = costs.gpu_start + expert.at(tokens[0]) * self._head[0] // self._head[1]
+                return head + tokens[0] * self._logits
             case _:
                 return 0
 
@@ -148,6 +158,19 @@ class Tabled:
             case "cpu.experts":
                 return costs.cpu_start + sum(map(costs.cpu_expert.at, tokens))
             case "cpu.predict":
-                return self.cpu.predict.ns if self.cpu.predict else 0
+                return self._predict(tokens[0])
             case _:
                 return 0
+
+    def _predict(self, rows: int) -> int:
+        """Of a step's rows, at most PREDICT_ROWS predict: each so-manieth."""
+        cpu, each = self.cpu, -(-rows // PREDICT_ROWS)
+        first = cpu.predict.ns if cpu.predict else 0
+        return first + (-(-rows // each) - 1) * (cpu.predict_row.ns if cpu.predict_row else 0)
+
+    def host_busy(self, name: str, tokens: Sequence[int]) -> int:
+        alone = self.host(name, tokens)
+        if name != "cpu.experts" or self.cpu.expert_busy is None:
+            return alone
+        each = self.cpu.expert_busy.curve
+        return max(alone, self.costs.cpu_start + sum(map(each.at, tokens)))

@@ -290,7 +290,8 @@ enum {
   PDS_MEASURE_GPU_ATTENTION = 7, /* norm, attention, norm and gate of `rows` rows, from the first launch to the routes on the host */
   PDS_MEASURE_LINK = 8,          /* `load` to the ring's slots, from an idle link to the last byte */
   PDS_MEASURE_LINK_BUSY = 9,     /* the same while the CPU computes `expert`, as often as it takes */
-  PDS_MEASURE_LINK_START = 10    /* the same of a copy of 4 KiB, or of an expert that is smaller */
+  PDS_MEASURE_LINK_START = 10,   /* the same of a copy of 4 KiB, or of an expert that is smaller */
+  PDS_MEASURE_EXPERTS_BUSY = 11  /* one job of `expert` on the CPU, while `load` cross the link again and again; none: while it is idle */
 };
 typedef struct pds_measurement {
   uint32_t what;           /* PDS_MEASURE_* */
@@ -298,10 +299,10 @@ typedef struct pds_measurement {
   uint32_t rows;
   const int32_t *position; /* [rows], (GPU_)ATTENTION and CONTEXT, as in pds_batch: they continue their sequences */
   const int32_t *seq;      /* [rows] */
-  uint32_t n;              /* (GPU_)EXPERTS, LINK_BUSY: how many */
+  uint32_t n;              /* (GPU_)EXPERTS, EXPERTS_BUSY, LINK_BUSY: how many */
   const uint32_t *expert;  /* [n], none twice */
   const uint32_t *tokens;  /* [n] rows of each, at least 1; max_rows x top_k at most in all */
-  uint32_t n_loads;        /* LINK, LINK_BUSY: how many, 1 to the layer's experts */
+  uint32_t n_loads;        /* LINK, LINK_BUSY: how many, 1 to the layer's experts; EXPERTS_BUSY: or 0 */
   const uint32_t *load;    /* [n_loads] experts; each goes to the ring's slot `load` modulo its slots */
 } pds_measurement;
 

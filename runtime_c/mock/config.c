@@ -188,15 +188,22 @@ static const entry entries[] = {
 };
 enum { ENTRIES = sizeof entries / sizeof *entries };
 
-static bool set_choice(int64_t *field, const char *value, const char *no, const char *yes) {
-  if (strcmp(value, no) != 0 && strcmp(value, yes) != 0) return false;
-  *field = strcmp(value, yes) == 0;
-  return true;
+/* The field is the value's place in `choices`, which end with NULL. */
+static bool set_choice(int64_t *field, const char *value, const char *const *choices) {
+  for (int64_t i = 0; choices[i]; i++) {
+    if (strcmp(value, choices[i]) != 0) continue;
+    *field = i;
+    return true;
+  }
+  return false;
 }
 
 static bool set_one(settings *set, const char *key, const char *value) {
-  if (strcmp(key, "clock") == 0) return set_choice(&set->wall, value, "virtual", "wall");
-  if (strcmp(key, "kernels") == 0) return set_choice(&set->kernels_at_start, value, "end", "start");
+  static const char *const clocks[] = {"virtual", "wall", NULL};
+  static const char *const kernels[] = {
+      [KERNELS_END] = "end", [KERNELS_START] = "start", [KERNELS_NONE] = "none", NULL};
+  if (strcmp(key, "clock") == 0) return set_choice(&set->wall, value, clocks);
+  if (strcmp(key, "kernels") == 0) return set_choice(&set->effects, value, kernels);
   if (strncmp(key, "kernel.", 7) == 0) return set_cost(&set->kernels, key + 7, value);
   if (strncmp(key, "host.", 5) == 0) return set_cost(&set->host, key + 5, value);
   for (int i = 0; i < ENTRIES; i++) {

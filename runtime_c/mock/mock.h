@@ -97,6 +97,9 @@ struct CUmod_st {
 
 /* --- settings (config.c) --- */
 
+/* When a kernel has its effect; none has any with the last one. */
+typedef enum kernels_when { KERNELS_END, KERNELS_START, KERNELS_NONE } kernels_when;
+
 enum { MAX_KNOTS = 64, MAX_NAME = 96 };
 typedef struct cost {
   struct cost *next;
@@ -118,7 +121,7 @@ typedef struct settings {
   int64_t rate_d2d, latency_d2d;
   int64_t enqueue; /* ns of the host for each piece of work submitted */
   int64_t poison;  /* virtual clock: what is being copied to reads as 0xff until the end */
-  int64_t kernels_at_start;
+  int64_t effects; /* kernels_when */
   /* faults; counts run down with each call, and 0 is off */
   int64_t fail_copy, refuse_copy, fail_alloc, fail_pin, fail_launch, refuse_launch, lose_context;
   int64_t slow_link, slow_from, late_events, stop_record;

@@ -65,12 +65,12 @@ static void begin(CUstream s, int64_t at) {
   op *o = s->head;
   mock_start(o, at);
   mock_poison(o);
-  if (o->kind == OP_KERNEL && mock.set.kernels_at_start) mock_perform(o);
+  if (o->kind == OP_KERNEL && mock.set.effects == KERNELS_START) mock_perform(o);
 }
 
 static void finish(CUstream s) {
   op *o = s->head;
-  if (!(o->kind == OP_KERNEL && mock.set.kernels_at_start)) mock_perform(o);
+  if (!(o->kind == OP_KERNEL && mock.set.effects == KERNELS_START)) mock_perform(o);
   if (is_copy(o)) {
     mock.engines[o->kind].current = NULL;
     mock.engines[o->kind].free_at = o->end;

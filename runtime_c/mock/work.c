@@ -101,5 +101,5 @@ void mock_perform(op *o) {
   if (o->fault != CUDA_SUCCESS) return;
   if (is_copy(o) || o->kind == OP_D2D) memmove(o->to, o->from, o->bytes);
   if (o->kind == OP_MEMSET) memset(o->to, o->value, o->bytes);
-  if (o->kind == OP_KERNEL) run_kernel(o);
+  if (o->kind == OP_KERNEL && mock.set.effects != KERNELS_NONE) run_kernel(o);
 }

@@ -229,8 +229,8 @@ static pds_status check_device(uint32_t what, const pds_gpu *gpu) {
 pds_status pds_measure_check(const pds_engine *engine, const pds_measurement *asked) {
   const pds_plan *plan = engine->plan;
   const uint32_t what = asked->what;
-  if (what > PDS_MEASURE_LINK_START)
-    return pds_fail(PDS_ERR_ARGUMENT, "measurement: what is %u, expected 0 to 10", what);
+  if (what > PDS_MEASURE_EXPERTS_BUSY)
+    return pds_fail(PDS_ERR_ARGUMENT, "measurement: what is %u, expected 0 to 11", what);
   PDS_RETURN_IF_ERROR(check_device(what, engine->gpu));
   if (asked->layer >= plan->n_layers)
     return pds_fail(PDS_ERR_ARGUMENT, "measurement: layer %u, expected 0 to %u", asked->layer,
@@ -247,11 +247,13 @@ pds_status pds_measure_check(const pds_engine *engine, const pds_measurement *as
     missing = l->moe ? NULL : "experts";
   if (missing)
     return pds_fail(PDS_ERR_ARGUMENT, "measurement: layer %u has no %s", asked->layer, missing);
-  if (what == PDS_MEASURE_LINK || what == PDS_MEASURE_LINK_BUSY)
+  const bool beside = what == PDS_MEASURE_EXPERTS_BUSY && asked->n_loads;
+  if (what == PDS_MEASURE_LINK || what == PDS_MEASURE_LINK_BUSY || beside)
     PDS_RETURN_IF_ERROR(check_loads(plan, asked));
   switch (what) {
   case PDS_MEASURE_EXPERTS:
   case PDS_MEASURE_GPU_EXPERTS:
+  case PDS_MEASURE_EXPERTS_BUSY:
   case PDS_MEASURE_LINK_BUSY: return check_experts(plan, asked);
   case PDS_MEASURE_LINK:
   case PDS_MEASURE_LINK_START: return PDS_OK;

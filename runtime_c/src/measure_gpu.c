@@ -185,17 +185,20 @@ static pds_status compute_meanwhile(const part *p) {
   return PDS_OK;
 }
 
+static void load(const part *p, uint32_t expert) {
+  pds_gpu *gpu = p->gpu;
+  const uint32_t ring = expert % gpu->residency.ring;
+  const pds_transfer t = {
+      .layer = p->layer, .expert = expert, .slot = (int32_t)(gpu->residency.hot + ring)};
+  forget(gpu, ring);
+  pds_link_load(gpu, &t);
+}
+
 /* `end` stands in for the event behind the last load. */
 static pds_status send_experts(const part *p) {
   pds_gpu *gpu = p->gpu;
   const pds_measurement *asked = p->asked;
-  for (uint32_t i = 0; i < asked->n_loads; i++) {
-    const uint32_t ring = asked->load[i] % gpu->residency.ring;
-    const pds_transfer t = {
-        .layer = p->layer, .expert = asked->load[i], .slot = (int32_t)(gpu->residency.hot + ring)};
-    forget(gpu, ring);
-    pds_link_load(gpu, &t);
-  }
+  for (uint32_t i = 0; i < asked->n_loads; i++) load(p, asked->load[i]);
   PDS_RETURN_IF_ERROR(pds_link_pump(gpu));
   if (asked->what == PDS_MEASURE_LINK_BUSY) PDS_RETURN_IF_ERROR(compute_meanwhile(p));
   return pds_link_flush(gpu);
@@ -241,6 +244,47 @@ static pds_status link(const part *p, int64_t *out_ns) {
   return elapsed(p, out_ns);
 }
 
+/* --- the CPU beside the link --- */
+
+typedef struct traffic {
+  const part *part;
+  uint32_t next; /* of the loads, in turn */
+  pds_status status;
+} traffic;
+
+/* What the workers look at between two items: the link always has its next experts. */
+static void keep_moving(void *arg) {
+  enum { AHEAD = 2 };
+  traffic *t = arg;
+  const part *p = t->part;
+  const pds_measurement *asked = p->asked;
+  while (asked->n_loads && p->gpu->link.demand.count < AHEAD)
+    load(p, asked->load[t->next++ % asked->n_loads]);
+  if (t->status == PDS_OK) t->status = pds_link_pump(p->gpu);
+}
+
+/* Loads that are not out yet when the job ends are forgotten. */
+static pds_status experts_busy(const part *p, int64_t *out_ns) {
+  pds_gpu *gpu = p->gpu;
+  pds_step_ctx *ctx = p->ctx;
+  const pds_measurement *asked = p->asked;
+  traffic t = {.part = p, .status = PDS_OK};
+  if (asked->n_loads && !gpu->residency.ring)
+    return pds_fail(PDS_ERR_ARGUMENT,
+                    "measurement: the plan has no slot that experts come to; raise --gpu-mem");
+  PDS_RETURN_IF_ERROR(pds_gpu_drain(gpu));
+  if (!gpu->is_virtual) pds_pool_watch(ctx->pool, keep_moving, &t);
+  keep_moving(&t);
+  pds_measure_wake(ctx);
+  const uint64_t begin = pds_gpu_now(gpu);
+  pds_op_expert(ctx, p->layer, ctx->cpu_holes, p->n_holes);
+  const pds_status status = pds_gpu_host_work(gpu, "cpu.experts", asked->n, asked->tokens);
+  *out_ns = (int64_t)(pds_gpu_now(gpu) - begin);
+  pds_pool_watch(ctx->pool, NULL, NULL);
+  gpu->link.demand.count = 0;
+  return status != PDS_OK ? status : t.status;
+}
+
 /* --- the one way in --- */
 
 static pds_status run(const part *p, int64_t *out_ns) {
@@ -248,6 +292,7 @@ static pds_status run(const part *p, int64_t *out_ns) {
   case PDS_MEASURE_GPU_EXPERTS: return experts(p, out_ns);
   case PDS_MEASURE_GPU_SHARED: return shared(p, out_ns);
   case PDS_MEASURE_GPU_ATTENTION: return attention(p, out_ns);
+  case PDS_MEASURE_EXPERTS_BUSY: return experts_busy(p, out_ns);
   default: return link(p, out_ns);
   }
 }
@@ -280,10 +325,11 @@ static pds_status measure(part *p, int64_t *out_ns) {
     *out_ns = 0;
     return pds_gpu_drain(p->gpu);
   }
+  const bool computes =
+      asked->what == PDS_MEASURE_LINK_BUSY || asked->what == PDS_MEASURE_EXPERTS_BUSY;
   ctx->rows = asked->rows;
-  if (asked->what == PDS_MEASURE_GPU_EXPERTS || asked->what == PDS_MEASURE_LINK_BUSY)
-    p->n_holes = pds_measure_bind(ctx, asked);
-  if (asked->what == PDS_MEASURE_LINK_BUSY) pds_measure_fill_normed(ctx);
+  if (asked->what == PDS_MEASURE_GPU_EXPERTS || computes) p->n_holes = pds_measure_bind(ctx, asked);
+  if (computes) pds_measure_fill_normed(ctx);
   if (attends) PDS_RETURN_IF_ERROR(begin_rows(p));
   const pds_status status = timed(p, out_ns);
   if (attends) pds_kv_rollback(&p->session->kv, asked->rows, asked->seq);

@@ -100,6 +100,9 @@ def test_settings_come_back(
             assert abs(gpu.shared.curve.at(rows) - SHARED_START - SHARED.at(rows)) <= 1
     expert = json.loads((plan.path / "memory.json").read_text())["gpu"]["expert_bytes"]
     assert (link.start.ns, link.expert_alone.ns, link.expert.ns) == (IDLE, expert, 2 * expert)
+    # The mock's host takes as long beside its link.
+    busy, expert_alone = table.cpu.expert_busy, table.cpu.expert.curve
+    assert busy is not None and busy.curve == expert_alone
     assert check_plan(plan) == []
     assert not [note for note in notes if "no times of a GPU" in note or "not measured" in note]
     with loaded(plan) as engine:  # the costs that it was measured with place its experts

@@ -464,6 +464,10 @@ static void measuring(void) {
     }
     asked.what = PDS_MEASURE_LINK_START;
     CHECK_EQ(ns_of(session, asked), 2000 + 4096);
+    asked.what = PDS_MEASURE_EXPERTS_BUSY; /* the mock's host takes as long beside its link */
+    for (asked.n_loads = 0; asked.n_loads <= 3; asked.n_loads += 3)
+      CHECK_EQ(ns_of(session, asked), 10000000);
+    asked.n_loads = 3;
     asked.what = PDS_MEASURE_CONTEXT;
     asked.rows = FEW;
     if (again) CHECK_EQ(ns_of(session, asked), 0);
@@ -479,8 +483,10 @@ static void measuring(void) {
   CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_ARGUMENT, "load of expert 4, expected 0");
   asked.what = PDS_MEASURE_EXPERTS;
   CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_ARGUMENT, "create the engine without");
-  asked.what = 11;
-  CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_ARGUMENT, "what is 11, expected 0 to 10");
+  asked.what = PDS_MEASURE_EXPERTS_BUSY;
+  CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_ARGUMENT, "load of expert 4, expected 0");
+  asked.what = 12;
+  CHECK_STATUS(pds_measure(session, &asked, &ns), PDS_ERR_ARGUMENT, "what is 12, expected 0 to 11");
   CHECK_EQ(ns, 7);
   pds_session_destroy(session);
 
@@ -527,7 +533,7 @@ static void measuring_on_a_wall_clock(int32_t weights) {
   CHECK_OK(pds_session_create(engine, NULL, &session));
   pds_measurement asked = {
       .n = 2, .expert = expert, .tokens = tokens, .n_loads = 3, .load = load, .rows = FEW};
-  for (asked.what = PDS_MEASURE_GPU_EXPERTS; asked.what <= PDS_MEASURE_LINK_START; asked.what++) {
+  for (asked.what = PDS_MEASURE_GPU_EXPERTS; asked.what <= PDS_MEASURE_EXPERTS_BUSY; asked.what++) {
     const bool loads = asked.what == PDS_MEASURE_LINK || asked.what == PDS_MEASURE_LINK_BUSY;
     CHECK(ns_of(session, asked) > (loads ? 3 * 10 * STRIDE : 0));
   }

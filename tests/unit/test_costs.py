@@ -23,6 +23,7 @@ from pdscope.costs import (
     MAX_NS,
     MAX_TOKENS,
     Bar,
+    Cache,
     Costs,
     CostTable,
     Curve,
@@ -48,11 +49,16 @@ def table() -> CostTable:
         context_row_prefill=Figure(2),
         shared=fitted,
         predict=Figure(11),
+        predict_row=Figure(2, Bar(1, 2, 3)),
+        expert_busy=fitted,
     )
-    gpu = replace(device, start=Figure(17), shared=None, predict=None)
+    gpu = replace(
+        device, start=Figure(17), shared=None, predict=None, predict_row=None, expert_busy=None
+    )
     link = Link(Figure(5), Figure(1000, bar), Figure(900))
     return CostTable(
-        "measured", Machine("a CPU", 8, 8, "amx", "a GPU", "PCIe"), QWEN3, device, gpu, link
+        *("measured", Machine("a CPU", 8, 8, "amx", "a GPU", "PCIe"), QWEN3, device, gpu, link),
+        Cache(4096, Figure(40), Figure(20)),
     )
 
 

@@ -146,7 +146,8 @@ def test_a_roofline_by_hand() -> None:
     assert c.gpu_expert.at(1) == c.gpu_expert.at(100) == 9437184 * 10**9 // 1_555_000_000_000
     assert c.gpu_expert.at(1000) == pytest.approx(1000 * 9437184 / 156e3, rel=1e-3)
     assert c.gpu_start == 199_000 + 64_000 - c.gpu_expert.at(1)
-    assert c.attention.at(1) == 263_000
+    copied = (8 * 8 + (2 + 4) * 2048) * 10**9 // 25_200_000_000  # behind the gate
+    assert c.attention.at(1) == 263_000 + 6_300 + copied
     # Keys and values of 1024 tokens: 2 x 4 x 128 x 2 bytes each, 2.1 MB.
     assert c.context_row == 1024 * 2 * 4 * 128 * 2 * 10**9 // 1_555_000_000_000
     # Rows of a prefill read them together: 4 x 32 x 128 operations for a row and a token.

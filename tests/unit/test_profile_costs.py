@@ -23,7 +23,7 @@ from pdscope.compiler.passes.profile_costs import (
     points,
     sample,
 )
-from pdscope.compiler.passes.profile_gpu import link_of
+from pdscope.compiler.passes.profile_gpu import busy_of, link_of
 from pdscope.costs import KNOTS, Bar, CostTable, Curve, Fitted, Machine
 
 LIMITS = Limits(experts=128, top_k=8, max_rows=512, context=2048, shared=True, predicts=True)
@@ -54,12 +54,17 @@ class Fake:
     def attention(self, rows: int, context: bool) -> int:
         return self._take(10_000 + ROW * rows + (CONTEXT * rows * 2 if context else 0))
 
-    def predict(self) -> int:
-        return self._take(42_000)
+    def predict(self, rows: int) -> int:
+        return self._take(42_000 + 900 * (rows - 1))
 
     def link(self, what: str, n: int) -> int:
         rate = {"link": LOAD, "link_busy": 2 * LOAD, "link_start": 0}[what]
         return self._take(IDLE + n * rate + (LOAD // 100 if what == "link_start" else 0))
+
+    def beside(self, moving: bool, n: int, tokens: int) -> int:
+        """Jobs of few tokens take half as long again while the link moves."""
+        alone = START + n * (EXPERT + 1000 * (tokens - 1))
+        return self._take(alone * 3 // 2 if moving and tokens < 64 else alone)
 
 
 def run(
@@ -79,6 +84,7 @@ def test_known_times_come_back() -> None:
     assert device.context_row.ns == device.context_row_prefill.ns == CONTEXT
     assert device.shared is not None and device.shared.curve.at(3) == 21_000
     assert device.predict is not None and device.predict.ns == 42_000
+    assert device.predict_row is not None and device.predict_row.ns == 900
     for fitted in (device.expert, device.attention, device.shared):
         assert len(fitted.curve.tokens) <= KNOTS
 
@@ -94,6 +100,23 @@ def test_a_link_of_known_times_comes_back() -> None:
     tiny = {("link_start", 0, 1): [500], ("link", 1, 1): [400], ("link_busy", 1, 1): [900]}
     link = link_of(tiny, 1, 2048)  # noise: nothing is free, and nothing takes less than no time
     assert (link.start.ns, link.expert_alone.ns, link.expert.ns) == (500, 1, 400)
+
+
+def test_experts_beside_a_busy_link_take_so_much_longer() -> None:
+    """At the knots of the curve that was measured alone; no less than that."""
+    limits = replace(LIMITS, predicts=False, loads=8, cpu_experts=128)
+    alone = Curve((1, 8, 36, 64, 512), (100, 200, 300, 400, 1000))
+    found = busy_of(run(Fake(), limits), alone)
+    assert found.curve == Curve(alone.tokens, (150, 300, 375, 400, 1000))
+    assert [tokens for tokens, _ in found.points] == [1, 8, 64, 512]
+    few = replace(limits, max_rows=1)
+    assert [tokens for tokens, _ in busy_of(run(Fake(), few), alone).points] == [1, 8]
+    assert busy_of({}, alone).curve == alone
+    faster = {("cpu_idle", 1, 1): [1000, 1000], ("cpu_busy", 1, 1): [900, 950]}
+    assert busy_of(faster, alone).curve == alone
+    assert {what for what, _, _ in points(replace(LIMITS, cpu_experts=9))} <= {
+        *("experts", "attention", "shared", "predict")
+    }
 
 
 def test_the_grid_reaches_4096_tokens() -> None:

@@ -8,6 +8,7 @@ those of the mock driver: tests/differential/test_simulate.py.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ from pdscope.cli import simulate as command
 from pdscope.compiler.decision import Policy
 from pdscope.compiler.policies import victim
 from pdscope.compiler.simulate import synthetic
+from pdscope.compiler.simulate.cache import CachePrefetch
 from pdscope.compiler.simulate.device import COMPUTE, COPIES, D2H, H2D, Gpu
+from pdscope.compiler.simulate.executor import Executor
 from pdscope.compiler.simulate.residency import Ring
 from pdscope.compiler.simulate.study import Routing, Study
+from pdscope.compiler.simulate.subject import routing_of
 from pdscope.compiler.simulate.timing import Link, Work
+from pdscope.costs import Cache, Curve, Figure
 from pdscope.errors import InputError
 from pdscope.ir.isa import Phase
 from pdscope.routing_trace import RoutingTrace
@@ -63,11 +68,75 @@ def test_a_busy_host_slows_the_copies_of_its_time() -> None:
     gpu = Gpu(Link(GB, GB, h2d_busy=GB // 2))
     gpu.copy(H2D, COPIES, 1000)
     gpu.advance(100)
-    end = gpu.begin_host_work(200)
-    while gpu.now < end:
+    gpu.begin_host_work(200)
+    while (end := gpu.host_end) is not None:
         gpu.pass_time(end)
     gpu.drain()
     assert gpu.now == 100 + 200 + (1000 - 100 - 100)
+
+
+def test_copies_slow_the_host_while_they_move() -> None:
+    """Work of 600 ns alone and of 900 beside the link, of which a copy takes 300 ns, then 90."""
+    gpu = Gpu(Link(GB, GB))
+    gpu.copy(H2D, COPIES, 300)
+    gpu.begin_host_work(600, 900)
+    assert gpu.host_end == 900  # as if it went on so
+    while (end := gpu.host_end) is not None:
+        gpu.pass_time(end)
+        if gpu.now == 300:
+            assert gpu.host_end == 300 + 600 - 200
+            gpu.copy(H2D, COMPUTE, 90)
+    assert gpu.now == 600 + 100 + 30 == gpu.busy_ns[1]
+    gpu.copy(D2H, COMPUTE, 500)
+    gpu.begin_host_work(600, 900)  # what comes back does not count
+    assert gpu.host_end == gpu.now + 600
+
+
+def test_a_cache_prefetch_by_hand() -> None:
+    """1000 bytes in 100 ns, which save 50. Two predicted experts share what idle time allows; one
+    is activated. Experts that compute for longer than they read save nothing."""
+    cache = CachePrefetch(Cache(1000, Figure(100), Figure(50)), Curve((1, 4, 8), (70, 70, 90)))
+    cache.decided([], 1)
+    assert cache.save([(3, 1)], 900, 500, 0) == 0  # nothing was predicted for the first layer
+    cache.worked(500, 0)
+    cache.decided([3, 5], 1)
+    assert cache.save([(3, 1)], 900, 900, 0) == 0  # they are the next one's
+    cache.worked(1000, 30)
+    cache.decided([4], 16)
+    # 90 ns, 30 of which the host predicted: 600 bytes, 300 of each, 15 ns.
+    assert cache.save([(3, 4), (6, 1)], 900, 1090, 60) == 15
+    cache.worked(2000, 60)
+    cache.decided([1, 2], 17)  # a prefill predicts for nobody
+    # Much time, but two thirds of an expert at most: 600 bytes, 30 ns, of which 8 tokens leave 10.
+    assert cache.save([(4, 8)], 900, 9000, 60) == 10
+    cache.worked(9000, 60)
+    cache.decided([], 1)
+    assert cache.save([(1, 1), (2, 1)], 900, 9999, 60) == 0
+    assert cache.saved == 25
+
+
+def test_cache_prefetch_shortens_decode_alone() -> None:
+    """Where predictions are free, a description with a cache decodes faster with prefetches, and
+    prefills as fast."""
+    study = Study.of_model(QWEN, "a100-6230r", "adaptsched", gpu_mem="24GiB", max_rows=64)
+    table = replace(study.table, cpu=replace(study.table.cpu, predict=Figure(0)))
+    assert table.gpu is not None and table.cache is not None
+    assert table.cache.bytes == 37_486_592 // 4
+    costs = replace(table.costs(), predict=0)
+    trace, accuracy = study.trace(Routing(prompt=64, tokens=3))
+    layers = len(study.subject.model.layers)
+    subject = study.subject.placed("adaptsched", routing_of(trace, layers), costs)
+    subject = subject.with_hits(accuracy or 0)
+    timing = replace(study, table=table).timing()
+    found = [
+        list(Executor(subject, timing, costs, "adaptsched", cache=cache).run(trace))
+        for cache in (None, table.cache)
+    ]
+    (without, *decode), (with_it, *faster) = found
+    assert with_it.end - with_it.begin == without.end - without.begin
+    for a, b in zip(decode, faster, strict=True):
+        most = layers * table.cache.saves.ns
+        assert 0 < (a.end - a.begin) - (b.end - b.begin) <= most
 
 
 def test_a_stream_waits_for_an_event_of_the_other() -> None:
