@@ -1,26 +1,27 @@
 /* amx_gemm.h: bf16 GEMMs on AMX tiles, for amx.c. A packed panel is a row of B tiles already (16
  * word rows of 64 bytes); rows of x become A tiles, 16 rows of 32 k, copied together where they lie
- * too far apart or anywhere (x_index). Four accumulators: two groups of 16 rows times two panels,
- * or, for at most 16 rows, one times four.
+ * too far apart or anywhere (x_index). A block is 16 rows by two panels: four tile registers. More
+ * would need fewer loads, but where another thread shares the core, registers in use beyond five or
+ * so are hardly renamed and every load waits for the products before it: there 2 x 2 blocks, which
+ * take all eight, ran at less than half the rate of these.
  *
- * A pass keeps its rows of x in the second-level cache, where each pair of panels arrives from
- * memory while the pair before it is multiplied. Sums of two groups become outputs while the tiles
- * of the next two multiply.
+ * A pass keeps its rows of x in the second-level cache; tiles of A come from there, past the first.
+ * Two panels go by parts of K that stay in the first-level cache for all rows, while the next part
+ * arrives in the second from memory. Sums wait there from part to part, and become outputs while the
+ * tiles of the next two panels multiply. Few rows stream one panel after the other.
  *
  * Every output is one chain over k in tiles of 32, whatever the rows and columns of the call: so
  * a GEMM cut differently gives the same bits. The last group of rows reaches back to have 16
  * rows, and only those that are its own are stored; a call of fewer than 16 rows has smaller
  * tiles. */
 
-#ifndef KT
-#define KT 16
-#endif
 enum {
-  AMX_L1_TILES = KT,
-  AMX_ROWS = 16,        /* of an A tile */
-  AMX_AHEAD = 8,        /* tiles to prefetch ahead where panels are only streamed */
+  AMX_ROWS = 16, /* of an A tile */
+  AMX_FEW = 4,   /* rows that only stream panels */
+  AMX_AHEAD = 8, /* tiles to prefetch ahead there */
   AMX_TILE_BYTES = 1024,
   AMX_TILE_LINES = 16,
+  AMX_PART = 16,              /* tiles of a panel's part: two take 32 of the first level's 48 KB */
   AMX_X_BYTES = 768 * 1024,   /* copied rows of x: 12 groups of k = 2048 */
   AMX_SUM_BYTES = 128 * 1024, /* Both are on the worker's stack (PDS_STACK_BYTES). */
   AMX_GROUPS = 8,             /* of a pass if k is so long that no more fit */
@@ -35,7 +36,7 @@ typedef struct amx_block {
   const unsigned char *b; /* first B tile of the first panel */
   size_t b_panel;         /* bytes from panel to panel */
   uint32_t tiles;
-  const unsigned char *next; /* to prefetch, `lines` lines a tile */
+  const unsigned char *next; /* to prefetch, `lines` lines a tile: 32 are 16 of each panel */
   uint32_t lines;
   float *sum; /* [16][AMX_SUM_ROW] */
   int first;  /* sums start at zero */
@@ -116,28 +117,22 @@ PDS_INLINE void amx_prefetch_lines(const unsigned char *from, const uint32_t lin
 /* `wait`: the sums of an earlier pair of panels. */
 PDS_INLINE void amx_1x2_of(const amx_block *k, amx_finish *wait, const int swiglu,
                            const uint32_t lines) {
+  const uint32_t some = lines < AMX_TILE_LINES ? lines : AMX_TILE_LINES;
   const unsigned char *a = k->a, *b0 = k->b, *b1 = b0 + k->b_panel, *next = k->next;
   amx_load_sums(k);
   for (uint32_t t = 0; t < k->tiles; t++) {
-#ifdef ANT
     _tile_stream_loadd(2, a, k->a_row);
-#else
-    _tile_loadd(2, a, k->a_row);
-#endif
-#ifdef APF
-    PDS_UNROLL
-    for (int i = 0; i < AMX_ROWS; i++) __builtin_prefetch(a + k->a_step * APF + (size_t)i * k->a_row, 0, 3);
-#endif
     _tile_loadd(3, b0, 64);
     _tile_dpbf16ps(0, 2, 3);
-    amx_prefetch_lines(next, lines);
+    amx_prefetch_lines(next, some);
     _tile_loadd(3, b1, 64);
     _tile_dpbf16ps(1, 2, 3);
+    amx_prefetch_lines(next + k->b_panel, lines - some);
     if (wait->row < wait->end) amx_finish_row(wait, swiglu);
     a += k->a_step;
     b0 += AMX_TILE_BYTES;
     b1 += AMX_TILE_BYTES;
-    next += 64 * lines;
+    next += 64 * some;
   }
   amx_store_sums(k);
 }
@@ -147,7 +142,8 @@ PDS_INLINE void amx_1x2(const amx_block *k, amx_finish *wait, const int swiglu) 
   case 0: amx_1x2_of(k, wait, swiglu, 0); break;
   case 4: amx_1x2_of(k, wait, swiglu, 4); break;
   case 8: amx_1x2_of(k, wait, swiglu, 8); break;
-  default: amx_1x2_of(k, wait, swiglu, 16);
+  case 16: amx_1x2_of(k, wait, swiglu, 16); break;
+  default: amx_1x2_of(k, wait, swiglu, 32);
   }
 }
 
@@ -289,16 +285,18 @@ PDS_INLINE amx_finish amx_finish_of(const amx_pass *p, const int swiglu, uint32_
   return f;
 }
 
-/* All groups of the pass times a pair of panels. `next`: the first tiles of the pair of the pass to
- * come, or NULL. K goes by parts whose B tiles stay in the first-level cache for all groups, which
- * share the prefetching of the next part's; one group prefetches its own. */
+/* All groups of the pass times a pair of panels. `next`: the first tiles of the pass to come, or
+ * NULL. K goes by parts whose B tiles stay in the first-level cache for all groups, which share the
+ * prefetching of the next part's; one group has no use for parts. */
 PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, float *sums,
                            const unsigned char *next) {
   const pds_gemm *g = p->g;
-  const int streams = p->groups == 1;
-  const uint32_t parts = streams ? 1 : (p->tiles + AMX_L1_TILES - 1) / AMX_L1_TILES;
+  const int streams = g->rows <= AMX_FEW;
+  const uint32_t parts = p->groups == 1 ? 1 : (p->tiles + AMX_PART - 1) / AMX_PART;
   const uint32_t each = (p->tiles + parts - 1) / parts;
-  const uint32_t lines = p->groups < 4 ? 16 : p->groups < 8 ? 8 : 4;
+  const uint32_t all = 2 * AMX_TILE_LINES; /* of a tile of each panel */
+  uint32_t lines = 4;
+  while (lines * p->groups < all) lines *= 2;
   amx_block k = {.a_row = p->in_place ? g->x_stride * 2 : 64,
                  .a_step = p->in_place ? 64 : AMX_TILE_BYTES,
                  .b = (const unsigned char *)g->w + panel * g->panel_stride + (size_t)p->k0 * 32,
@@ -308,12 +306,12 @@ PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, float 
     k.tiles = p->tiles - t < each ? p->tiles - t : each;
     k.first = p->k0 == 0 && t == 0;
     for (uint32_t i = 0; i < p->groups; i++) {
-      const uint32_t line = i * lines; /* of a pair of tiles */
+      const uint32_t line = i * lines;
       k.a = amx_a(p, i, t);
       k.sum = sums + (size_t)i * AMX_ROWS * AMX_SUM_ROW;
       k.lines = 0;
       k.next = streams ? next : NULL;
-      if (!streams && ahead && line < 2 * AMX_TILE_LINES) {
+      if (!streams && ahead && line < all) {
         k.lines = lines;
         k.next = ahead + line / AMX_TILE_LINES * g->panel_stride +
                  (size_t)(line % AMX_TILE_LINES) * 64 * k.tiles;
@@ -324,7 +322,6 @@ PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, float 
   if (p->k0 + p->tiles * 32 < g->k) return;
   amx_flush(p, swiglu);
   p->wait = amx_finish_of(p, swiglu, panel, sums);
-  if (streams) amx_flush(p, swiglu);
 }
 
 /* Makes x hold this part of K. */
@@ -377,6 +374,7 @@ PDS_INLINE void amx_rows(amx_pass *p, const int swiglu, uint32_t part) {
   if (part < k_tiles) parts.block = (uint32_t)(AMX_SUM_BYTES / (pair_floats * sizeof(float))) * 2;
   for (uint32_t p0 = 0; p0 < p->panels; p0 += parts.block) {
     const uint32_t p1 = p->panels - p0 < parts.block ? p->panels : p0 + parts.block;
+    amx_flush(p, swiglu); /* this block's sums lie where those of the last one are */
     for (uint32_t t = 0; t < k_tiles; t += part) {
       p->k0 = t * 32;
       p->tiles = k_tiles - t < part ? k_tiles - t : part;
