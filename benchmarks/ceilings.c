@@ -6,8 +6,9 @@
  *          Seconds 0: once, which leaves nothing else in the caches
  *   fma    fp32 multiply-adds, GFLOP/s        bf16   vdpbf16ps, GFLOP/s
  *   vnni   vpdpbusd on int8, Gop/s            amx    tdpbf16ps, GFLOP/s       amx8   tdpbusd, Gop/s
- *   tiles  tdpbf16ps, GFLOP/s, each of whose operands is loaded once for two products, from the
- *          first-level cache: what a GEMM can have of amx at most
+ *   tiles  tdpbf16ps, GFLOP/s, with three tiles loaded for two products, from the first-level
+ *          cache, and few tile registers: about what a GEMM can have of amx at most. More registers
+ *          save loads, but are slower where another thread shares the core
  *
  * All but read and tiles on registers alone. Answers one number, the sum over threads, or "absent" where the
  * CPU or the operating system lacks the instruction. Between measurements the threads sleep.
@@ -81,8 +82,8 @@ __attribute__((target("avx2"))) static uint64_t read_avx2(const unsigned char *p
 }
 #endif
 
-/* Compute: `rounds` rounds of 16 operations on 16 accumulators (tiles: 8 on 4, which hide the
- * latency as well). Each returns the operations done: a multiply-add is two. */
+/* Compute: `rounds` rounds of 16 operations on 16 accumulators (tiles: 4 on 4 or 2 on 2, which hide
+ * the latency as well). Each returns the operations done: a multiply-add is two. */
 typedef double (*compute_fn)(int rounds, float *sink);
 
 /* What the compiler makes of it: on 64-bit Arm, fused multiply-adds on vectors of four. */
@@ -188,21 +189,18 @@ __attribute__((target("amx-tile,amx-int8"))) static double tile_int8(int rounds,
 }
 
 __attribute__((target("amx-tile,amx-bf16"))) static double tile_loads(int rounds, float *sink) {
-  unsigned char operands[4][1024] __attribute__((aligned(64)));
+  unsigned char operands[3][1024] __attribute__((aligned(64)));
   memset(operands, *sink != 0, sizeof operands);
   TILES_8x16;
   for (int r = 0; r < rounds; r++) {
-    _tile_loadd(6, operands[0], 64);
-    _tile_loadd(4, operands[1], 64);
+    _tile_loadd(4, operands[0], 64);
+    _tile_loadd(6, operands[1], 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, operands[2], 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, operands[3], 64);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    _tile_loadd(6, operands[2], 64);
+    _tile_dpbf16ps(1, 4, 6);
   }
   _tile_release();
-  return rounds * 4.0 * 2 * 16 * 16 * 32;
+  return rounds * 2.0 * 2 * 16 * 16 * 32;
 }
 
 /* Linux's leave to use tile registers. */

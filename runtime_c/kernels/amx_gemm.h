@@ -1,11 +1,14 @@
 /* amx_gemm.h: bf16 GEMMs on AMX tiles, for amx.c. A packed panel is a row of B tiles already (16
  * word rows of 64 bytes); rows of x become A tiles, 16 rows of 32 k, copied together where they lie
- * too far apart or anywhere (x_index). Four accumulators: two groups of 16 rows times two panels,
- * or, for at most 16 rows, one times four.
+ * too far apart or anywhere (x_index). A block is 16 rows by two panels: four tile registers. More
+ * would need fewer loads, but where another thread shares the core, registers in use beyond five or
+ * so are hardly renamed and every load waits for the products before it: there 2 x 2 blocks, which
+ * take all eight, ran at less than half the rate of these.
  *
- * A pass keeps its rows of x in the second-level cache, where each pair of panels arrives from
- * memory while the pair before it is multiplied. Sums of two groups become outputs while the tiles
- * of the next two multiply.
+ * A pass keeps its rows of x in the second-level cache; tiles of A come from there, past the first.
+ * Two panels go by parts of K that stay in the first-level cache for all rows, while the next part
+ * arrives in the second from memory. Sums wait there from part to part, and become outputs while the
+ * tiles of the next two panels multiply. Few rows stream one panel after the other.
  *
  * Every output is one chain over k in tiles of 32, whatever the rows and columns of the call: so
  * a GEMM cut differently gives the same bits. The last group of rows reaches back to have 16
@@ -13,12 +16,12 @@
  * tiles. */
 
 enum {
-  AMX_ROWS = 16,        /* of an A tile */
-  AMX_AHEAD = 8,        /* tiles to prefetch ahead where panels are only streamed */
-  AMX_AHEAD_PANELS = 2, /* panels, where several groups of rows share them */
-  AMX_AHEAD_ROWS = 2,   /* tiles of rows, from the second-level cache to the first */
+  AMX_ROWS = 16, /* of an A tile */
+  AMX_FEW = 4,   /* rows that only stream panels */
+  AMX_AHEAD = 8, /* tiles to prefetch ahead there */
   AMX_TILE_BYTES = 1024,
   AMX_TILE_LINES = 16,
+  AMX_PART = 16,              /* tiles of a panel's part: two take 32 of the first level's 48 KB */
   AMX_X_BYTES = 768 * 1024,   /* copied rows of x: 12 groups of k = 2048 */
   AMX_SUM_BYTES = 128 * 1024, /* Both are on the worker's stack (PDS_STACK_BYTES). */
   AMX_GROUPS = 8,             /* of a pass if k is so long that no more fit */
@@ -26,17 +29,17 @@ enum {
   AMX_SUM_ROW = 2 * PDS_LANES /* floats of one row's sums */
 };
 
-/* The operands of one block: two or one row groups, `tiles` tiles of 32 k. */
+/* The operands of one block: 16 rows, `tiles` tiles of 32 k, a pair of panels. */
 typedef struct amx_block {
-  const unsigned char *a[2]; /* first A tile of each group */
-  size_t a_row, a_step;      /* bytes from row to row, and from tile to tile */
-  const unsigned char *b;    /* first B tile of the first panel */
-  size_t b_panel;            /* bytes from panel to panel */
+  const unsigned char *a; /* first A tile */
+  size_t a_row, a_step;   /* bytes from row to row, and from tile to tile */
+  const unsigned char *b; /* first B tile of the first panel */
+  size_t b_panel;         /* bytes from panel to panel */
   uint32_t tiles;
-  const unsigned char *next[2]; /* two panels to prefetch, `lines` lines of each a tile */
+  const unsigned char *next; /* to prefetch, `lines` lines a tile: 32 are 16 of each panel */
   uint32_t lines;
-  float *sum[2]; /* of each group, or of each pair of panels: [16][AMX_SUM_ROW] */
-  int first;     /* sums start at zero */
+  float *sum; /* [16][AMX_SUM_ROW] */
+  int first;  /* sums start at zero */
 } amx_block;
 
 /* Layout: Intel's SDM, LDTILECFG, palette 1. */
@@ -46,13 +49,12 @@ typedef struct amx_config {
   uint8_t rows[16];
 } amx_config;
 
-/* Sums in tiles 0-3, A in 4, B in 6 and 7; 5: A of a second group, which has 16 rows, or B.
- * `rows`: of A and the sums. */
+/* Sums in tiles 0 and 1, A in 2, B in 3. `rows`: of A and the sums. */
 PDS_INLINE void amx_configure(uint32_t rows) {
   amx_config config = {.palette = 1};
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < 4; i++) {
     config.row_bytes[i] = 64;
-    config.rows[i] = i < 5 ? (uint8_t)rows : 16;
+    config.rows[i] = i < 3 ? (uint8_t)rows : 16;
   }
   __asm__ volatile("" ::"m"(config)); /* gcc takes the next to read 8 bytes of it */
   _tile_loadconfig(&config);
@@ -91,28 +93,19 @@ PDS_INLINE void amx_finish_row(amx_finish *f, const int swiglu) {
   f->row++;
 }
 
-/* `sums`: 2 for one group or pair of panels, 4 for two. */
-PDS_INLINE void amx_load_sums(const amx_block *k, const int sums) {
+PDS_INLINE void amx_load_sums(const amx_block *k) {
   if (k->first) {
     _tile_zero(0);
     _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    return;
+  } else {
+    _tile_loadd(0, k->sum, AMX_SUM_ROW * sizeof(float));
+    _tile_loadd(1, k->sum + PDS_LANES, AMX_SUM_ROW * sizeof(float));
   }
-  _tile_loadd(0, k->sum[0], AMX_SUM_ROW * sizeof(float));
-  _tile_loadd(1, k->sum[0] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
-  if (sums < 4) return;
-  _tile_loadd(2, k->sum[1], AMX_SUM_ROW * sizeof(float));
-  _tile_loadd(3, k->sum[1] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
 }
 
-PDS_INLINE void amx_store_sums(const amx_block *k, const int sums) {
-  _tile_stored(0, k->sum[0], AMX_SUM_ROW * sizeof(float));
-  _tile_stored(1, k->sum[0] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
-  if (sums < 4) return;
-  _tile_stored(2, k->sum[1], AMX_SUM_ROW * sizeof(float));
-  _tile_stored(3, k->sum[1] + PDS_LANES, AMX_SUM_ROW * sizeof(float));
+PDS_INLINE void amx_store_sums(const amx_block *k) {
+  _tile_stored(0, k->sum, AMX_SUM_ROW * sizeof(float));
+  _tile_stored(1, k->sum + PDS_LANES, AMX_SUM_ROW * sizeof(float));
 }
 
 /* To the second level only: the first is too small for what is to come. */
@@ -121,78 +114,37 @@ PDS_INLINE void amx_prefetch_lines(const unsigned char *from, const uint32_t lin
   for (uint32_t i = 0; i < lines; i++) __builtin_prefetch(from + 64 * (size_t)i, 0, 2);
 }
 
-/* Half of a tile of rows, to the first level: tiles of B are loaded from where they are, but those of
- * A come from another place for every block, which the hardware does not foresee. */
-PDS_INLINE void amx_prefetch_rows(const unsigned char *row, const size_t a_row) {
-  PDS_UNROLL
-  for (int i = 0; i < AMX_ROWS / 2; i++) __builtin_prefetch(row + (size_t)i * a_row, 0, 3);
-}
-
-/* `wait`: the sums of an earlier block, which may lie where this one's will. */
-PDS_INLINE void amx_2x2_of(const amx_block *k, amx_finish *wait, const int swiglu,
+/* `wait`: the sums of an earlier pair of panels. */
+PDS_INLINE void amx_1x2_of(const amx_block *k, amx_finish *wait, const int swiglu,
                            const uint32_t lines) {
-  const unsigned char *a0 = k->a[0], *a1 = k->a[1], *b0 = k->b, *b1 = b0 + k->b_panel;
-  const unsigned char *next0 = k->next[0], *next1 = k->next[1];
-  const size_t a_row = k->a_row, a_step = k->a_step, half = AMX_ROWS / 2 * a_row;
-  const size_t rows_ahead = AMX_AHEAD_ROWS * a_step;
-  amx_load_sums(k, 4);
+  const uint32_t some = lines < AMX_TILE_LINES ? lines : AMX_TILE_LINES;
+  const unsigned char *a = k->a, *b0 = k->b, *b1 = b0 + k->b_panel, *next = k->next;
+  amx_load_sums(k);
   for (uint32_t t = 0; t < k->tiles; t++) {
-    _tile_loadd(6, b0, 64);
-    amx_prefetch_rows(a0 + rows_ahead, a_row);
-    _tile_loadd(4, a0, a_row);
-    amx_prefetch_rows(a0 + rows_ahead + half, a_row);
-    _tile_dpbf16ps(0, 4, 6);
-    amx_prefetch_lines(next0, lines);
-    _tile_loadd(7, b1, 64);
-    amx_prefetch_rows(a1 + rows_ahead, a_row);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, a1, a_row);
-    _tile_dpbf16ps(2, 5, 6);
-    amx_prefetch_rows(a1 + rows_ahead + half, a_row);
-    amx_prefetch_lines(next1, lines);
-    _tile_dpbf16ps(3, 5, 7);
+    _tile_stream_loadd(2, a, k->a_row);
+    _tile_loadd(3, b0, 64);
+    _tile_dpbf16ps(0, 2, 3);
+    amx_prefetch_lines(next, some);
+    _tile_loadd(3, b1, 64);
+    _tile_dpbf16ps(1, 2, 3);
+    amx_prefetch_lines(next + k->b_panel, lines - some);
     if (wait->row < wait->end) amx_finish_row(wait, swiglu);
-    a0 += a_step;
-    a1 += a_step;
-    b0 += AMX_TILE_BYTES;
-    b1 += AMX_TILE_BYTES;
-    next0 += 64 * lines;
-    next1 += 64 * lines;
-  }
-  while (wait->row < wait->end) amx_finish_row(wait, swiglu);
-  amx_store_sums(k, 4);
-}
-
-PDS_INLINE void amx_2x2(const amx_block *k, amx_finish *wait, const int swiglu) {
-  switch (k->lines) {
-  case 0: amx_2x2_of(k, wait, swiglu, 0); break;
-  case 4: amx_2x2_of(k, wait, swiglu, 4); break;
-  case 8: amx_2x2_of(k, wait, swiglu, 8); break;
-  default: amx_2x2_of(k, wait, swiglu, 16);
-  }
-}
-
-PDS_INLINE void amx_1x2(const amx_block *k) {
-  const unsigned char *a = k->a[0], *b0 = k->b, *b1 = b0 + k->b_panel;
-  const unsigned char *next0 = k->next[0], *next1 = k->next[1];
-  amx_load_sums(k, 2);
-  for (uint32_t t = 0; t < k->tiles; t++) {
-    _tile_loadd(4, a, k->a_row);
-    _tile_loadd(6, b0, 64);
-    _tile_loadd(7, b1, 64);
-    if (k->lines) {
-      amx_prefetch_lines(next0, 4);
-      amx_prefetch_lines(next1, 4);
-    }
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
     a += k->a_step;
     b0 += AMX_TILE_BYTES;
     b1 += AMX_TILE_BYTES;
-    next0 += 256;
-    next1 += 256;
+    next += 64 * some;
   }
-  amx_store_sums(k, 2);
+  amx_store_sums(k);
+}
+
+PDS_INLINE void amx_1x2(const amx_block *k, amx_finish *wait, const int swiglu) {
+  switch (k->lines) {
+  case 0: amx_1x2_of(k, wait, swiglu, 0); break;
+  case 4: amx_1x2_of(k, wait, swiglu, 4); break;
+  case 8: amx_1x2_of(k, wait, swiglu, 8); break;
+  case 16: amx_1x2_of(k, wait, swiglu, 16); break;
+  default: amx_1x2_of(k, wait, swiglu, 32);
+  }
 }
 
 PDS_INLINE void amx_prefetch_tile(const unsigned char *tile) {
@@ -200,15 +152,15 @@ PDS_INLINE void amx_prefetch_tile(const unsigned char *tile) {
   for (int i = 0; i < AMX_TILE_LINES; i++) __builtin_prefetch(tile + 64 * i, 0, 3);
 }
 
-/* Panel `n` of the block, on accumulator n; then comes panel n + 1 or, for the last, `next`. */
-#define AMX_STREAM(n, panels)                                                                      \
+/* Panel `n` of the pair, on accumulator n; then comes panel n + 1 or, for the last, `next`. */
+#define AMX_STREAM(n)                                                                              \
   do {                                                                                             \
-    const unsigned char *a = k->a[0], *b = k->b + (n) * k->b_panel;                                \
-    const unsigned char *then = (n) + 1 < (panels) ? b + k->b_panel : k->next[0];                  \
+    const unsigned char *a = k->a, *b = k->b + (n) * k->b_panel;                                   \
+    const unsigned char *then = (n) == 0 ? b + k->b_panel : k->next;                               \
     for (uint32_t t = 0; t < k->tiles; t++) {                                                      \
-      _tile_loadd(4, a, k->a_row);                                                                 \
-      _tile_loadd(6, b, 64);                                                                       \
-      _tile_dpbf16ps(n, 4, 6);                                                                     \
+      _tile_loadd(2, a, k->a_row);                                                                 \
+      _tile_loadd(3, b, 64);                                                                       \
+      _tile_dpbf16ps(n, 2, 3);                                                                     \
       if (t < turn) {                                                                              \
         amx_prefetch_tile(b + AMX_AHEAD * AMX_TILE_BYTES);                                         \
       } else if (then) {                                                                           \
@@ -220,17 +172,13 @@ PDS_INLINE void amx_prefetch_tile(const unsigned char *tile) {
   } while (0)
 
 /* Few rows only stream panels: one after the other, as they lie, which memory serves faster than
- * several at a time. `panels`: 2 or 4. */
-PDS_INLINE void amx_stream(const amx_block *k, const int panels) {
+ * several at a time. */
+PDS_INLINE void amx_stream(const amx_block *k) {
   const uint32_t turn = k->tiles > AMX_AHEAD ? k->tiles - AMX_AHEAD : 0;
-  amx_load_sums(k, panels);
-  AMX_STREAM(0, panels);
-  AMX_STREAM(1, panels);
-  if (panels == 4) {
-    AMX_STREAM(2, panels);
-    AMX_STREAM(3, panels);
-  }
-  amx_store_sums(k, panels);
+  amx_load_sums(k);
+  AMX_STREAM(0);
+  AMX_STREAM(1);
+  amx_store_sums(k);
 }
 
 /* Where row i of the call is. */
@@ -266,43 +214,38 @@ static int amx_rows_lie_well(const pds_gemm *g) {
   return !g->x_index && (uintptr_t)g->x % 64 == 0 && g->x_stride * 2 % 64 == 0;
 }
 
-typedef enum amx_shape { AMX_1x2, AMX_2x2, AMX_STREAM_2, AMX_STREAM_4 } amx_shape;
-
-PDS_INLINE void amx_multiply(const amx_block *k, amx_shape shape, amx_finish *wait,
+PDS_INLINE void amx_multiply(const amx_block *k, const int streams, amx_finish *wait,
                              const int swiglu) {
-  if (shape == AMX_2x2) {
-    amx_2x2(k, wait, swiglu);
-  } else if (shape == AMX_1x2) {
-    amx_1x2(k);
+  if (streams) {
+    amx_stream(k);
   } else {
-    amx_stream(k, shape == AMX_STREAM_4 ? 4 : 2);
+    amx_1x2(k, wait, swiglu);
   }
 }
 
-/* One block, its K remainder too: B's last tile is copied, because what follows it in memory may
- * be anything. */
-PDS_INLINE void amx_run(const pds_gemm *g, amx_block k, amx_shape shape, uint32_t k0,
+/* One block, its K remainder too, `k0` being the first k: B's last tile is copied, because what
+ * follows it in memory may be anything. */
+PDS_INLINE void amx_run(const pds_gemm *g, amx_block k, const int streams, uint32_t k0,
                         amx_finish *wait, const int swiglu) {
-  const uint32_t whole = (g->k - k0) / 32, panels = shape == AMX_STREAM_4 ? 4 : 2;
+  const uint32_t whole = (g->k - k0) / 32;
   const int remainder = whole < k.tiles;
   if (remainder) k.tiles = whole;
-  amx_multiply(&k, shape, wait, swiglu);
+  amx_multiply(&k, streams, wait, swiglu);
   if (!remainder) return;
-  unsigned char last[4 * AMX_TILE_BYTES] __attribute__((aligned(64)));
+  unsigned char last[2 * AMX_TILE_BYTES] __attribute__((aligned(64)));
   const size_t bytes = (size_t)(g->k - k0) % 32 / 2 * 64;
   memset(last, 0, sizeof last);
-  for (uint32_t p = 0; p < panels; p++) {
+  for (uint32_t p = 0; p < 2; p++) {
     memcpy(last + p * AMX_TILE_BYTES, k.b + p * k.b_panel + (size_t)whole * AMX_TILE_BYTES, bytes);
   }
   k.b = last;
   k.b_panel = AMX_TILE_BYTES;
-  k.a[0] += whole * k.a_step;
-  k.a[1] += whole * k.a_step;
+  k.a += whole * k.a_step;
   k.tiles = 1;
   k.lines = 0;
-  k.next[0] = NULL;
+  k.next = NULL;
   k.first = 0;
-  amx_multiply(&k, shape, wait, swiglu);
+  amx_multiply(&k, streams, wait, swiglu);
 }
 
 typedef struct amx_pass {
@@ -320,73 +263,65 @@ PDS_INLINE void amx_flush(amx_pass *p, const int swiglu) {
   while (p->wait.row < p->wait.end) amx_finish_row(&p->wait, swiglu);
 }
 
-/* The A operands of `n` groups from group `at` of the pass on. */
-PDS_INLINE void amx_operands(const amx_pass *p, uint32_t at, uint32_t n, amx_block *k) {
-  for (uint32_t i = 0; i < n; i++) {
-    if (p->in_place) {
-      k->a[i] = amx_row(p->g, amx_first_row(p->g, p->first_group + at + i)) + (size_t)p->k0 * 2;
-    } else {
-      k->a[i] = p->x + ((size_t)(at + i) * p->x_tiles + (p->k0 - p->x_k0) / 32) * AMX_TILE_BYTES;
-    }
-  }
-  k->a_row = p->in_place ? p->g->x_stride * 2 : 64;
-  k->a_step = p->in_place ? 64 : AMX_TILE_BYTES;
+/* The first A tile of group `at` of the pass, at tile t of this part of K. */
+PDS_INLINE const unsigned char *amx_a(const amx_pass *p, uint32_t at, uint32_t t) {
+  const uint32_t k = p->k0 + t * 32;
+  if (p->in_place) return amx_row(p->g, amx_first_row(p->g, p->first_group + at)) + (size_t)k * 2;
+  return p->x + ((size_t)at * p->x_tiles + (k - p->x_k0) / 32) * AMX_TILE_BYTES;
 }
 
-/* Outputs of panels `panel` and the next, from the sums of n groups that lie together. */
+/* Outputs of panels `panel` and the next, from the sums of all groups of the pass. */
 PDS_INLINE amx_finish amx_finish_of(const amx_pass *p, const int swiglu, uint32_t panel,
-                                    uint32_t group, uint32_t n, const float *sum) {
+                                    const float *sum) {
   const pds_gemm *g = p->g;
   const uint32_t width = swiglu ? PDS_LANES : 2 * PDS_LANES;
-  const uint32_t row = (p->first_group + group) * AMX_ROWS, next = row + AMX_ROWS;
-  const uint32_t last = n == 2 ? next : row; /* where the last of the n groups begins */
-  amx_finish f = {.g = g, .sum = sum, .row = row, .next_group = last};
+  const uint32_t last = (p->first_group + p->groups - 1) * AMX_ROWS; /* where its last begins */
+  amx_finish f = {.g = g, .sum = sum, .row = p->first_group * AMX_ROWS, .next_group = last};
   f.end = last + AMX_ROWS < g->rows ? last + AMX_ROWS : g->rows;
-  f.skip = last - amx_first_row(g, p->first_group + group + n - 1);
+  f.skip = last - amx_first_row(g, p->first_group + p->groups - 1);
   f.col = panel / 2 * width;
   f.cols = g->cols - f.col < width ? g->cols - f.col : width;
   f.last = panel + 2 >= p->panels;
   return f;
 }
 
-/* All groups of the pass times `pairs` pairs of panels: 1, or 2 where the pass has one group, which
- * streams them. `next`: tiles of the pass to come, or NULL, which the pairs of groups share the
- * prefetching of; one group prefetches its own. */
-PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, uint32_t pairs,
-                           float *sums, const unsigned char *next) {
+/* All groups of the pass times a pair of panels. `next`: the first tiles of the pass to come, or
+ * NULL. K goes by parts whose B tiles stay in the first-level cache for all groups, which share the
+ * prefetching of the next part's; one group has no use for parts. */
+PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, float *sums,
+                           const unsigned char *next) {
   const pds_gemm *g = p->g;
-  const uint32_t turns = (p->groups + 1) / 2;
-  const int streams = p->groups == 1;
-  const uint32_t lines = !next || streams ? 0 : turns == 1 ? 16 : turns < 4 ? 8 : 4;
-  amx_block k = {.b = (const unsigned char *)g->w + panel * g->panel_stride + (size_t)p->k0 * 32,
-                 .b_panel = panel + 1 < p->panels ? g->panel_stride : 0,
-                 .tiles = p->tiles,
-                 .first = p->k0 == 0};
-  if (streams) k.next[0] = next;
-  for (uint32_t i = 0; i < p->groups; i += 2) {
-    const uint32_t n = p->groups - i < 2 ? 1 : 2, line = i / 2 * lines;
-    k.lines = line < AMX_TILE_LINES ? lines : 0;
-    if (k.lines) {
-      k.next[0] = next + (size_t)line * 64 * p->tiles;
-      k.next[1] = k.next[0] + g->panel_stride;
-    }
-    amx_operands(p, i, n, &k);
-    k.sum[0] = sums + (size_t)i * AMX_ROWS * 2 * PDS_LANES;
-    k.sum[1] = k.sum[0] + (size_t)AMX_ROWS * 2 * PDS_LANES;
-    if (n == 1) amx_flush(p, swiglu);
-    amx_run(g, k,
-            n == 2       ? AMX_2x2
-            : !streams   ? AMX_1x2
-            : pairs == 2 ? AMX_STREAM_4
-                         : AMX_STREAM_2,
-            p->k0, &p->wait, swiglu);
-    if (p->k0 + p->tiles * 32 < g->k) continue;
-    p->wait = amx_finish_of(p, swiglu, panel, i, n, k.sum[0]);
-    if (pairs == 2) {
-      amx_flush(p, swiglu);
-      p->wait = amx_finish_of(p, swiglu, panel + 2, i, n, k.sum[1]);
+  const int streams = g->rows <= AMX_FEW;
+  const uint32_t parts = p->groups == 1 ? 1 : (p->tiles + AMX_PART - 1) / AMX_PART;
+  const uint32_t each = (p->tiles + parts - 1) / parts;
+  const uint32_t all = 2 * AMX_TILE_LINES; /* of a tile of each panel */
+  uint32_t lines = 4;
+  while (lines * p->groups < all) lines *= 2;
+  amx_block k = {.a_row = p->in_place ? g->x_stride * 2 : 64,
+                 .a_step = p->in_place ? 64 : AMX_TILE_BYTES,
+                 .b = (const unsigned char *)g->w + panel * g->panel_stride + (size_t)p->k0 * 32,
+                 .b_panel = panel + 1 < p->panels ? g->panel_stride : 0};
+  for (uint32_t t = 0; t < p->tiles; t += each, k.b += (size_t)each * AMX_TILE_BYTES) {
+    const unsigned char *ahead = t + each < p->tiles ? k.b + (size_t)each * AMX_TILE_BYTES : next;
+    k.tiles = p->tiles - t < each ? p->tiles - t : each;
+    k.first = p->k0 == 0 && t == 0;
+    for (uint32_t i = 0; i < p->groups; i++) {
+      const uint32_t line = i * lines;
+      k.a = amx_a(p, i, t);
+      k.sum = sums + (size_t)i * AMX_ROWS * AMX_SUM_ROW;
+      k.lines = 0;
+      k.next = streams ? next : NULL;
+      if (!streams && ahead && line < all) {
+        k.lines = lines;
+        k.next = ahead + line / AMX_TILE_LINES * g->panel_stride +
+                 (size_t)(line % AMX_TILE_LINES) * 64 * k.tiles;
+      }
+      amx_run(g, k, streams, p->k0 + t * 32, &p->wait, swiglu);
     }
   }
+  if (p->k0 + p->tiles * 32 < g->k) return;
+  amx_flush(p, swiglu);
+  p->wait = amx_finish_of(p, swiglu, panel, sums);
 }
 
 /* Makes x hold this part of K. */
@@ -439,17 +374,16 @@ PDS_INLINE void amx_rows(amx_pass *p, const int swiglu, uint32_t part) {
   if (part < k_tiles) parts.block = (uint32_t)(AMX_SUM_BYTES / (pair_floats * sizeof(float))) * 2;
   for (uint32_t p0 = 0; p0 < p->panels; p0 += parts.block) {
     const uint32_t p1 = p->panels - p0 < parts.block ? p->panels : p0 + parts.block;
+    amx_flush(p, swiglu); /* this block's sums lie where those of the last one are */
     for (uint32_t t = 0; t < k_tiles; t += part) {
       p->k0 = t * 32;
       p->tiles = k_tiles - t < part ? k_tiles - t : part;
       if (!p->in_place) amx_copy(p);
-      for (uint32_t panel = p0, step; panel < p1; panel += step) {
-        step = p->groups == 1 && panel + 4 <= p1 ? 4 : 2;
-        const uint32_t ahead = p->groups == 1 ? step : AMX_AHEAD_PANELS;
-        const unsigned char *next = amx_tiles_at(p, &parts, p0, t, panel + ahead);
-        /* sums that are finished at once share one place */
-        float *sums = p->sums + (part >= k_tiles ? 0 : (panel - p0) / 2 * pair_floats);
-        amx_panels(p, swiglu, panel, step / 2, sums, next);
+      for (uint32_t panel = p0; panel < p1; panel += 2) {
+        const unsigned char *next = amx_tiles_at(p, &parts, p0, t, panel + 2);
+        /* those that become outputs with the next pair leave its place alone */
+        const uint32_t place = part >= k_tiles ? panel / 2 % 2 : (panel - p0) / 2;
+        amx_panels(p, swiglu, panel, p->sums + place * pair_floats, next);
       }
     }
   }

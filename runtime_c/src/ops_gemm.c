@@ -4,8 +4,8 @@
 #include "ops.h"
 
 /* Weight bytes of one item: long enough to stream at full bandwidth, short enough to balance. With
- * many rows an item also fetches those rows, the dearer if they must be gathered: then it takes
- * more panels. */
+ * more than one row an item also fetches those rows, the dearer if they are many and must be
+ * gathered: then it takes more panels. */
 enum {
   ITEM_BYTES = 256 * 1024,
   ITEM_BYTES_ROWS = 1024 * 1024,
@@ -138,6 +138,8 @@ static uint32_t blocks_of(const pds_gemm_job *job, uint32_t rows, uint32_t step)
     bytes = job->gathers ? ITEM_BYTES_GATHER : ITEM_BYTES_ROWS;
     if (pds_group(job->w->dtype)) /* whose products take longer than their size says */
       panel_bytes = (size_t)job->gemm.k * 2 * PDS_LANES; /* as of bf16 */
+  } else if (rows > 1 && !pds_group(job->w->dtype)) {
+    bytes = ITEM_BYTES_ROWS;
   }
   const uint32_t n = (uint32_t)(bytes / (panel_bytes * (job->swiglu ? 2 : 1))) / step * step;
   return n < step ? step : n;
