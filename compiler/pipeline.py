@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pdscope
+from pdscope import hardware
 from pdscope.compiler import gpu_arch
 from pdscope.compiler import target as targets
 from pdscope.compiler.costs import JSON as COSTS
@@ -208,6 +209,12 @@ class Pipeline:
                     f"costs: auto measures a run of the plan, but {error}; or give a hardware "
                     "description (see --help)"
                 ) from None
+            if self.gpu and self.gpu.expert and not source.given and not gpu_arch.present().name:
+                raise TargetError(
+                    "costs: auto found no GPU to measure, and --gpu-mem asks for experts on one: "
+                    f"compile where it is, or give --costs auto,NAME with one of "
+                    f"{', '.join(hardware.names())}"
+                )
 
     def _profile_costs(self, plan: Plan) -> None:
         """`plan` is whole but for plan.json."""

@@ -126,7 +126,7 @@ def thresholds(plan: Plan, layers: Collection[int]) -> dict[str, float]:
             for entry in _entries(plan)
             if entry["layer"] in layers and entry["phase"] == phase
         ]
-        known = [1 - hit for hit in hits if isinstance(hit, float | int)]
+        known = [1 - hit for hit in hits if isinstance(hit, float | int) and 0 <= hit <= 1]
         made[phase] = min(THRESHOLD, SHIFT * float(np.mean(known))) if known else THRESHOLD
     return made
 

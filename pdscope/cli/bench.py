@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pdscope.plan import Plan
 
 REFERENCE = "adaptsched"  # what --policy all compares with
+MOCK = "PDScope mock GPU"  # what the mock driver calls its GPU
 
 
 def _counts(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -220,7 +221,7 @@ def _all_policies(bench: "Bench", tests: "list[Test]") -> "list[Result]":
     engine = bench.engine
     about = engine.gpu()
     if about["device"] != "gpu":
-        raise TargetError(f"--policy all: {about['why']}: run it where the GPU is")
+        raise TargetError(f"--policy all needs a GPU, or the mock driver: {about['why']}")
     results = list(bench.compared(tests, POLICIES))
     engine.set_policy(REFERENCE)  # for what follows
     return results
@@ -233,6 +234,8 @@ def _marks(bench: "Bench", results: "list[Result]") -> Iterator[str]:
     model = bench.engine.plan.model
     if model["load_format"] == "dummy":
         yield "DUMMY WEIGHTS: random values, not a model's"
+    if bench.engine.gpu().get("info", {}).get("name") == MOCK:
+        yield "MOCK GPU: its kernels run on the CPU, its times are settings (docs/mock-driver.md)"
     if bench.routing is not None:
         yield f"DUMMY ROUTING: {bench.routing.describe()}"
     if bench.dummy is not None:

@@ -191,8 +191,11 @@ def _print_summary(plan: "Plan", as_json: bool) -> None:
     target, experts, memory = data["target"], data["placement"]["experts"], data["memory"]
     moe = f", {model['moe_layers']} of them MoE: {model['experts']} experts, top {model['top_k']}"
     where = f"all {experts['cpu']} experts, attention and KV on the CPU"
-    if experts["gpu"]:
-        where = f"{experts['gpu']} experts on the GPU, {experts['cpu']} on the CPU"
+    if plan.gpu and experts["gpu"]:
+        resident, ring = plan.gpu["resident"], plan.gpu["ring"]
+        where = (
+            f"{resident} experts stay on the GPU, {ring} slots there for others; those on the CPU"
+        )
     eos = ", ".join(map(str, plan.eos)) or "none"
     weights = f"{human_bytes(memory['weights'])} mapped"
     if plan.absent_weights:

@@ -53,7 +53,7 @@ def test_listing_of_the_plan(plans: PlanStore) -> None:
     shown = blocks()["pdscope-inspect plan-demo"]
     plan = plans.compile(BUNDLED / "tiny-mixtral", target="any")
     listed = run_here("pdscope-inspect", plan).out.splitlines()
-    words = {"plan ", "on disk"} | (set() if platform.machine() == "x86_64" else {"runs on"})
+    words = {"plan  ", "on disk"} | (set() if platform.machine() == "x86_64" else {"runs on"})
 
     def same_everywhere(lines: list[str]) -> list[str]:
         return [line for line in lines if not line.startswith(tuple(words))]
