@@ -139,6 +139,7 @@ class Pipeline:
 
     def finish(self) -> dict[str, Any]:
         """Weights, code, tokenizer and manifest."""
+        self._check_gpu()
         run, source, lowered = self.manager.run, self.source, self.lowered
         run(TokenizerFiles(source.directory, lowered.vocab))
         text = self._read_calibration()
@@ -209,12 +210,17 @@ class Pipeline:
                     f"costs: auto measures a run of the plan, but {error}; or give a hardware "
                     "description (see --help)"
                 ) from None
-            if self.gpu and self.gpu.expert and not source.given and not gpu_arch.present().name:
-                raise TargetError(
-                    "costs: auto found no GPU to measure, and --gpu-mem asks for experts on one: "
-                    f"compile where it is, or give --costs auto,NAME with one of "
-                    f"{', '.join(hardware.names())}"
-                )
+
+    def _check_gpu(self) -> None:
+        """That there is one, where it is to be measured."""
+        source = self.source.options.cost_source
+        alone = source.measured and source.given is None
+        if alone and self.gpu and self.gpu.expert and not gpu_arch.present().name:
+            raise TargetError(
+                "costs: auto found no GPU to measure, and --gpu-mem asks for experts on one: "
+                "compile where it is, or give --costs auto,NAME with one of "
+                f"{', '.join(hardware.names())}"
+            )
 
     def _profile_costs(self, plan: Plan) -> None:
         """`plan` is whole but for plan.json."""
