@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe, spread, usable_cores, write_report
+from machine import describe, names, spread, usable_cores, write_report
 
 import pdscope
 from pdscope.cli.format import markdown
@@ -442,10 +442,6 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
     parser.add_argument("--models", type=names, default=list(MODELS))
     parser.add_argument("--policies", type=names, default=["adaptsched"])
     parser.add_argument("--layers", type=int, default=0, help="0: those of MODELS")

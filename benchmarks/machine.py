@@ -25,6 +25,15 @@ READ_SECONDS, COMPUTE_SECONDS = 0.3, 0.1  # of one sample
 LOAD_BEFORE = os.getloadavg()[0]  # threads that wanted to run, over the last minute
 
 
+def names(text: str) -> list[str]:
+    """Of an option that takes several, with commas between them."""
+    return text.split(",")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in names(text)]
+
+
 @dataclass(frozen=True)
 class Sample:
     """What the machine could do at one moment: GB/s and GFLOP/s."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import names, numbers
 
 from pdscope.cli.format import markdown
 from pdscope.compiler.decision import Policy
@@ -383,16 +384,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
     parser.add_argument("--models", type=names, default=list(MODELS))
     parser.add_argument("--platforms", type=names, default=list(PLATFORMS))
     parser.add_argument("--policies", type=names, default=[p.value for p in Policy])
-    parser.add_argument(
-        "--prompts", type=lambda t: [int(n) for n in t.split(",")], default=[128, 512, 2048]
-    )
+    parser.add_argument("--prompts", type=numbers, default=[128, 512, 2048])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--gpu-mem", default="24GiB")
     parser.add_argument("--skip-ablation", action="store_true")

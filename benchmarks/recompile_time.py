@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import write_report
+from machine import numbers, write_report
 
 import pdscope
 from pdscope.cli.format import markdown
@@ -139,10 +139,6 @@ def table(results: list[dict[str, Any]]) -> str:
         rows.append((str(r["ring"]), str(r["rows"]), str(r["us"]["n"]), *us, *driver))
     about = f"{EXPERTS} experts, top-{TOP_K}, {results[0]['threads']} threads"
     return f"recompile, microseconds a layer: {about}\n\n{markdown(rows)}"
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:

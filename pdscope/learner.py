@@ -205,9 +205,9 @@ class Learner:
 
         It is the net that was loaded, and what the tokens of all triggers so far teach it, in one
         step while that is enough: so it follows the text, and goes nowhere in many small steps. It
-        is judged by the newest tokens
-        and by those that judged before, few of which are a noisy judge; so is the net that was
-        loaded, which is the better one where the text has changed back.
+        is judged by the newest tokens and by those that judged before, few of which are a noisy
+        judge; so is the net that was loaded, which is the better one where the text has changed
+        back.
         """
         key = layer, phase
         learn, judge = self._halves(layer, phase)

@@ -120,12 +120,9 @@ def thresholds(plan: Plan, layers: Collection[int]) -> dict[str, float]:
     layers were trained for: THRESHOLD, or SHIFT times what they missed of its validation split
     where that is less and the plan has the figure."""
     made = {}
+    entries = [entry for entry in _entries(plan) if entry["layer"] in layers]
     for phase in PHASES:
-        hits = [
-            entry.get("hit")
-            for entry in _entries(plan)
-            if entry["layer"] in layers and entry["phase"] == phase
-        ]
+        hits = [entry.get("hit") for entry in entries if entry["phase"] == phase]
         known = [1 - hit for hit in hits if isinstance(hit, float | int) and 0 <= hit <= 1]
         made[phase] = min(THRESHOLD, SHIFT * float(np.mean(known))) if known else THRESHOLD
     return made

@@ -6,7 +6,7 @@ nets,rivals,store}.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,12 +124,15 @@ class PhaseRows:
         """`pairs[i]` is what net i predicts; a pair may occur more than once. truth: whether it is
         wanted."""
         where = torch.from_numpy(rows).to(self.device)
-        unique = sorted(set(pairs)) if truth else []
-        dense = {p: self._dense(self._e[p + 1][where]) for p in unique}
+
+        def stack(of: Callable[[int], Tensor]) -> Tensor:
+            made = {pair: of(pair) for pair in set(pairs)}
+            return torch.stack([made[pair] for pair in pairs])
+
         return Batch(
             self.inputs(pairs, rows),
-            torch.stack([dense[p] for p in pairs]) if truth else None,
-            torch.stack([self._soft_choice(p)[where] for p in pairs]).float(),
+            stack(lambda pair: self._dense(self._e[pair + 1][where])) if truth else None,
+            stack(lambda pair: self._soft_choice(pair)[where].float()),
         )
 
     def frequency(self, pair: int) -> Array:
@@ -172,9 +175,12 @@ class PhaseRows:
         values, columns = [], []
         for at, block in enumerate(self.blocks):
             ids = sources[block][where]
-            values.append((ids >= 0).to(self.dtype))
+            if block == ROUTED:
+                value = self._w[pair][where] * float(self.scale[pair, self.hidden])
+            else:
+                value = ids >= 0
+            values.append(value.to(self.dtype))
             columns.append(ids.clamp(min=0).long() + (self.hidden + at * self.experts))
-        values[0] = (self._w[pair][where] * float(self.scale[pair, self.hidden])).to(self.dtype)
         # added, not set: an expert that is not there adds nothing to the first
         x.scatter_add_(1, torch.cat(columns, 1), torch.cat(values, 1))
 

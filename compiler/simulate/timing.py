@@ -163,7 +163,7 @@ class Tabled:
                 return 0
 
     def _predict(self, rows: int) -> int:
-        """Of a step's rows, at most PREDICT_ROWS predict: each so-manieth."""
+        """Of a step's rows at most PREDICT_ROWS predict, evenly spaced ones."""
         cpu, each = self.cpu, -(-rows // PREDICT_ROWS)
         first = cpu.predict.ns if cpu.predict else 0
         return first + (-(-rows // each) - 1) * (cpu.predict_row.ns if cpu.predict_row else 0)

@@ -154,12 +154,6 @@ static void T(convert)(const float *x, void *y, uint32_t n) {
   if (i < n) T(store_n)(out + i, v16_load_n(x + i, n - i), n - i);
 }
 
-/* How many of lanes [16 i, 16 i + 16) are below `end`. */
-PDS_INLINE uint32_t T(lanes_below)(uint32_t end, uint32_t i) {
-  const uint32_t at = i * PDS_LANES;
-  return end <= at ? 0 : end - at < PDS_LANES ? end - at : PDS_LANES;
-}
-
 static float T(softmax_block)(const float *s, uint32_t lo, uint32_t hi, float scale, float *m,
                               float *l, void *p) {
   const float ninf = -__builtin_inff();
@@ -167,8 +161,11 @@ static float T(softmax_block)(const float *s, uint32_t lo, uint32_t hi, float sc
   const int whole = lo == 0 && hi == PDS_KEYS;
   PDS_UNROLL
   for (uint32_t i = 0; i < PDS_KEYS / PDS_LANES; i++) {
-    v[i] = v16_mul(v16_load(s + i * PDS_LANES), v16_set1(scale));
-    if (!whole) v[i] = v16_range(v[i], T(lanes_below)(lo, i), T(lanes_below)(hi, i), ninf);
+    const uint32_t at = i * PDS_LANES;
+    v[i] = v16_mul(v16_load(s + at), v16_set1(scale));
+    if (!whole) {
+      v[i] = v16_range(v[i], lo > at ? lanes_at(at, lo) : 0, hi > at ? lanes_at(at, hi) : 0, ninf);
+    }
     top = v16_max(top, v[i]);
   }
   const float block = v16_reduce_max(top);

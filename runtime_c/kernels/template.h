@@ -37,6 +37,11 @@ PDS_INLINE v16 v16_silu(v16 x) {
   return v16_div(x, v16_add(v16_set1(1), v16_exp(v16_sub(v16_set1(0), x))));
 }
 
+/* How many of the n elements from i on lie in one vector. */
+PDS_INLINE uint32_t lanes_at(uint32_t i, uint32_t n) {
+  return n - i < PDS_LANES ? n - i : PDS_LANES;
+}
+
 typedef float f32_elt;
 typedef uint16_t bf16_elt;
 PDS_INLINE void f32_store_n(float *p, v16 v, uint32_t n) {
@@ -86,11 +91,6 @@ static void bf16_key_to_value_fast(const void *keys, size_t key_stride, uint32_t
     bf16_key_to_value(from + (size_t)whole * 32, key_stride, dims - whole, tokens,
                       to + (size_t)whole * PDS_KEYS * 2);
   }
-}
-
-/* How many of the n elements from i on lie in one vector. */
-PDS_INLINE uint32_t lanes_at(uint32_t i, uint32_t n) {
-  return n - i < PDS_LANES ? n - i : PDS_LANES;
 }
 
 static void rms_norm(const float *x, const float *w, uint32_t n, float eps, float *y) {
