@@ -7,8 +7,10 @@
  *
  * A pass keeps its rows of x in the second-level cache; tiles of A come from there, past the first.
  * Two panels go by parts of K that stay in the first-level cache for all rows, while the next part
- * arrives in the second from memory. Sums wait there from part to part, and become outputs while the
- * tiles of the next two panels multiply. Few rows stream one panel after the other.
+ * arrives in the second from memory: from several pages at a time, so that the hardware's prefetcher
+ * is ahead in each and our own prefetches, which take the buffers that tiles are loaded through, soon
+ * end. Sums wait there from part to part, and become outputs while the tiles of the next two panels
+ * multiply. Few rows stream one panel after the other.
  *
  * Every output is one chain over k in tiles of 32, whatever the rows and columns of the call: so
  * a GEMM cut differently gives the same bits. The last group of rows reaches back to have 16
@@ -21,7 +23,8 @@ enum {
   AMX_AHEAD = 8, /* tiles to prefetch ahead there */
   AMX_TILE_BYTES = 1024,
   AMX_TILE_LINES = 16,
-  AMX_PART = 16,              /* tiles of a panel's part: two take 32 of the first level's 48 KB */
+  AMX_STREAMS = 8,            /* pages that are prefetched from at a time */
+  AMX_PART = 8,               /* tiles of a panel's part: two take 16 of the first level's 48 KB */
   AMX_X_BYTES = 768 * 1024,   /* copied rows of x: 12 groups of k = 2048 */
   AMX_SUM_BYTES = 128 * 1024, /* Both are on the worker's stack (PDS_STACK_BYTES). */
   AMX_GROUPS = 8,             /* of a pass if k is so long that no more fit */
@@ -36,7 +39,8 @@ typedef struct amx_block {
   const unsigned char *b; /* first B tile of the first panel */
   size_t b_panel;         /* bytes from panel to panel */
   uint32_t tiles;
-  const unsigned char *next; /* to prefetch, `lines` lines a tile: 32 are 16 of each panel */
+  const unsigned char *next; /* to prefetch, `lines` lines a tile, from streams `run` bytes apart */
+  size_t run;
   uint32_t lines;
   float *sum; /* [16][AMX_SUM_ROW] */
   int first;  /* sums start at zero */
@@ -108,31 +112,34 @@ PDS_INLINE void amx_store_sums(const amx_block *k) {
   _tile_stored(1, k->sum + PDS_LANES, AMX_SUM_ROW * sizeof(float));
 }
 
-/* To the second level only: the first is too small for what is to come. */
-PDS_INLINE void amx_prefetch_lines(const unsigned char *from, const uint32_t lines) {
+/* A tile's share of half the streams, those of one panel. To the second level only: the first is too
+ * small for what is to come. */
+PDS_INLINE void amx_prefetch_lines(const amx_block *k, const unsigned char *from,
+                                   const uint32_t lines) {
+  const uint32_t streams = (lines < AMX_STREAMS ? lines : AMX_STREAMS) / 2;
   PDS_UNROLL
-  for (uint32_t i = 0; i < lines; i++) __builtin_prefetch(from + 64 * (size_t)i, 0, 2);
+  for (uint32_t i = 0; i < lines / 2; i++)
+    __builtin_prefetch(from + i % streams * k->run + i / streams * 64, 0, 2);
 }
 
 /* `wait`: the sums of an earlier pair of panels. */
 PDS_INLINE void amx_1x2_of(const amx_block *k, amx_finish *wait, const int swiglu,
                            const uint32_t lines) {
-  const uint32_t some = lines < AMX_TILE_LINES ? lines : AMX_TILE_LINES;
   const unsigned char *a = k->a, *b0 = k->b, *b1 = b0 + k->b_panel, *next = k->next;
   amx_load_sums(k);
   for (uint32_t t = 0; t < k->tiles; t++) {
     _tile_stream_loadd(2, a, k->a_row);
     _tile_loadd(3, b0, 64);
     _tile_dpbf16ps(0, 2, 3);
-    amx_prefetch_lines(next, some);
+    amx_prefetch_lines(k, next, lines);
     _tile_loadd(3, b1, 64);
     _tile_dpbf16ps(1, 2, 3);
-    amx_prefetch_lines(next + k->b_panel, lines - some);
+    amx_prefetch_lines(k, next + k->b_panel, lines);
     if (wait->row < wait->end) amx_finish_row(wait, swiglu);
     a += k->a_step;
     b0 += AMX_TILE_BYTES;
     b1 += AMX_TILE_BYTES;
-    next += 64 * some;
+    next += lines < AMX_STREAMS ? 64 : lines / AMX_STREAMS * 64;
   }
   amx_store_sums(k);
 }
@@ -188,23 +195,23 @@ PDS_INLINE const unsigned char *amx_row(const pds_gemm *g, uint32_t i) {
 }
 
 /* Rows of x at [first, first + rows), k in [k0, k0 + 32 tiles), as A tiles; zero from g->k on.
- * Meanwhile rows [next, next + rows) are prefetched: rows lie anywhere, so that nothing else does. */
-static void amx_copy_rows(const pds_gemm *g, uint32_t first, uint32_t next, uint32_t rows,
-                          uint32_t k0, uint32_t tiles, unsigned char *to) {
+ * Meanwhile lines [line, end) of as many tiles of B are prefetched. */
+static void amx_copy_rows(const pds_gemm *g, uint32_t first, uint32_t rows, uint32_t k0,
+                          uint32_t tiles, unsigned char *to, const unsigned char *b, uint32_t line,
+                          uint32_t end) {
   const uint32_t whole = (g->k - k0) / 32 < tiles ? (g->k - k0) / 32 : tiles;
   const __mmask32 left = (__mmask32)((1u << (g->k - k0) % 32) - 1);
-  for (uint32_t i = 0; i < rows; i++, to += 64) {
-    const unsigned char *from = amx_row(g, first + i) + (size_t)k0 * 2;
-    const unsigned char *ahead = amx_row(g, next + i) + (size_t)k0 * 2;
-    for (uint32_t t = 0; t < whole; t++) {
-      __builtin_prefetch(ahead + 64 * t, 0, 2);
-      _mm512_store_si512(to + (size_t)t * AMX_TILE_BYTES, _mm512_loadu_si512(from + 64 * t));
-    }
-    if (whole < tiles) {
-      _mm512_store_si512(to + (size_t)whole * AMX_TILE_BYTES,
-                         _mm512_maskz_loadu_epi16(left, from + 64 * whole));
-    }
+  const unsigned char *from[AMX_ROWS];
+  for (uint32_t i = 0; i < rows; i++) from[i] = amx_row(g, first + i) + (size_t)k0 * 2;
+  for (uint32_t t = 0; t < whole; t++, to += AMX_TILE_BYTES, b += AMX_TILE_BYTES) {
+    for (uint32_t i = line; i < end; i++)
+      __builtin_prefetch(b + i / AMX_TILE_LINES * g->panel_stride + i % AMX_TILE_LINES * 64, 0, 2);
+    for (uint32_t i = 0; i < rows; i++)
+      _mm512_store_si512(to + 64 * i, _mm512_loadu_si512(from[i] + 64 * t));
   }
+  if (whole == tiles) return;
+  for (uint32_t i = 0; i < rows; i++)
+    _mm512_store_si512(to + 64 * i, _mm512_maskz_loadu_epi16(left, from[i] + 64 * whole));
 }
 
 /* Tiles may load rows where they lie if those are neighbours and whole cache lines. */
@@ -291,12 +298,13 @@ PDS_INLINE amx_finish amx_finish_of(const amx_pass *p, const int swiglu, uint32_
 PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, float *sums,
                            const unsigned char *next) {
   const pds_gemm *g = p->g;
-  const int streams = g->rows <= AMX_FEW;
+  const int few = g->rows <= AMX_FEW;
   const uint32_t parts = p->groups == 1 ? 1 : (p->tiles + AMX_PART - 1) / AMX_PART;
   const uint32_t each = (p->tiles + parts - 1) / parts;
   const uint32_t all = 2 * AMX_TILE_LINES; /* of a tile of each panel */
   uint32_t lines = 4;
   while (lines * p->groups < all) lines *= 2;
+  const uint32_t streams = lines < AMX_STREAMS ? lines : AMX_STREAMS;
   amx_block k = {.a_row = p->in_place ? g->x_stride * 2 : 64,
                  .a_step = p->in_place ? 64 : AMX_TILE_BYTES,
                  .b = (const unsigned char *)g->w + panel * g->panel_stride + (size_t)p->k0 * 32,
@@ -305,18 +313,17 @@ PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, float 
     const unsigned char *ahead = t + each < p->tiles ? k.b + (size_t)each * AMX_TILE_BYTES : next;
     k.tiles = p->tiles - t < each ? p->tiles - t : each;
     k.first = p->k0 == 0 && t == 0;
+    k.run = (size_t)k.tiles * AMX_TILE_BYTES * 2 / streams;
     for (uint32_t i = 0; i < p->groups; i++) {
-      const uint32_t line = i * lines;
       k.a = amx_a(p, i, t);
       k.sum = sums + (size_t)i * AMX_ROWS * AMX_SUM_ROW;
       k.lines = 0;
-      k.next = streams ? next : NULL;
-      if (!streams && ahead && line < all) {
+      k.next = few ? next : NULL;
+      if (!few && ahead && i * lines < all) {
         k.lines = lines;
-        k.next = ahead + line / AMX_TILE_LINES * g->panel_stride +
-                 (size_t)(line % AMX_TILE_LINES) * 64 * k.tiles;
+        k.next = ahead + (size_t)i * k.tiles * (lines / streams) * 64;
       }
-      amx_run(g, k, streams, p->k0 + t * 32, &p->wait, swiglu);
+      amx_run(g, k, few, p->k0 + t * 32, &p->wait, swiglu);
     }
   }
   if (p->k0 + p->tiles * 32 < g->k) return;
@@ -324,18 +331,21 @@ PDS_INLINE void amx_panels(amx_pass *p, const int swiglu, uint32_t panel, float 
   p->wait = amx_finish_of(p, swiglu, panel, sums);
 }
 
-/* Makes x hold this part of K. */
-static void amx_copy(amx_pass *p) {
+/* Makes x hold this part of K, while that of panels `panel` and the next arrives. */
+static void amx_copy(amx_pass *p, uint32_t panel) {
   const pds_gemm *g = p->g;
   const uint32_t end = p->k0 + p->tiles * 32, rows = g->rows < AMX_ROWS ? g->rows : AMX_ROWS;
   if (p->x_tiles && p->k0 >= p->x_k0 && end <= p->x_k0 + p->x_tiles * 32) return;
   const uint32_t fits = AMX_X_BYTES / AMX_TILE_BYTES / p->groups, left = (g->k - p->k0 + 31) / 32;
   p->x_k0 = p->k0;
   p->x_tiles = left < fits ? left : fits;
+  const unsigned char *b =
+      (const unsigned char *)g->w + panel * g->panel_stride + (size_t)p->k0 * 32;
+  const uint32_t lines = 2 * AMX_TILE_LINES;
   for (uint32_t i = 0; i < p->groups; i++) {
-    const uint32_t group = p->first_group + i, more = i + 1 < p->groups;
-    amx_copy_rows(g, amx_first_row(g, group), amx_first_row(g, group + more), rows, p->k0,
-                  p->x_tiles, p->x + (size_t)i * p->x_tiles * AMX_TILE_BYTES);
+    amx_copy_rows(g, amx_first_row(g, p->first_group + i), rows, p->k0, p->x_tiles,
+                  p->x + (size_t)i * p->x_tiles * AMX_TILE_BYTES, b, i * lines / p->groups,
+                  (i + 1) * lines / p->groups);
   }
 }
 
@@ -378,7 +388,7 @@ PDS_INLINE void amx_rows(amx_pass *p, const int swiglu, uint32_t part) {
     for (uint32_t t = 0; t < k_tiles; t += part) {
       p->k0 = t * 32;
       p->tiles = k_tiles - t < part ? k_tiles - t : part;
-      if (!p->in_place) amx_copy(p);
+      if (!p->in_place) amx_copy(p, p0);
       for (uint32_t panel = p0; panel < p1; panel += 2) {
         const unsigned char *next = amx_tiles_at(p, &parts, p0, t, panel + 2);
         /* those that become outputs with the next pair leave its place alone */
