@@ -7,7 +7,7 @@ part of the text: the share of the next layer's experts missed by the nets that 
 those that serve at the time, on tokens that nothing has learned from yet, means over the input
 group's layers and over all; and how often the learner fine-tuned, swapped nets and left them as
 they were or set them back. At the end: how many triggers it took on code until the error of the
-tokens behind, as many as a part has, was below the threshold.
+latest tokens, as many as a part has, was below the threshold.
 
     python benchmarks/predictor_shift.py PLAN --chats FILE [--threshold T] [--tokens N]
         [--modules shift|other] [--json]
@@ -126,16 +126,17 @@ class Shift:
                     return
 
     def fallen(self, begin: int) -> tuple[int, Floats] | None:
-        """Of the steps from `begin` on: how many triggers there had been before the first tokens,
-        PART of them, whose served error of the input group is below the threshold, and their
-        errors; None: there are none such."""
+        """The first PART tokens from step `begin` on whose served error of the input group is below
+        the threshold: the triggers from `begin` to their last one, and their errors; None: there
+        are none such."""
         for i in range(begin, len(self.steps)):
             n = np.cumsum([n for n, _, _ in self.steps[i:]])
             if n[-1] < PART:
                 break
-            found = mean_errors(self.steps[i : i + int(np.searchsorted(n, PART)) + 1])
+            last = i + int(np.searchsorted(n, PART))
+            found = mean_errors(self.steps[i : last + 1])
             if found[1] < self.threshold:
-                return self.steps[i][2] - self.steps[begin][2], found
+                return self.steps[last][2] - self.steps[begin][2], found
         return None
 
     def _triggers(self) -> int:
