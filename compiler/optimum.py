@@ -19,9 +19,8 @@ The model, from the moment at which layer l's gate output is known (time 0); all
 May import pdscope.compiler.decision and numpy.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +78,7 @@ def layer_end(given: Inputs, on: Sequence[Due]) -> tuple[int, int]:
     times = arrivals(given, given.backlog_ns, 0, len(on))
     late = [*late_residents(given), *zip(times, on, strict=True)]
     gpu = gpu_end(given, given.gpu_busy_ns, given.res[: len(given.res) - given.late], late)
-    return max(cpu, gpu), times[-1] if times else given.backlog
+    return max(cpu, gpu), times[-1] if times else given.backlog_ns
 
 
 def two_layers(
@@ -137,27 +136,56 @@ def optimum(given: Inputs) -> Ends:
     """The least end of the next layer over every choice of loads, prefetches and orders, and the
     least end of layer l that goes with it. `next` comes true.
 
-    Exhaustive over the sets loaded in layer l and those loaded for the next one, at most 12 experts
-    each. Not tried, because never better: any order but hottest first (the transfers are equally
-    long, so in both chains the longest GPU time goes first); a prefetch less than the slots hold
-    when the expert is loaded anyway, but for a slot left to the next layer's stream; and, of two
-    sets of one size in layer l, the one that ends
-    later, if no expert's GPU time exceeds its transfer (otherwise both are tried).
+    Exhaustive over the sets and orders loaded in layer l and the sets loaded for the next one, at
+    most 12 experts each. Not tried, because never better: in the next layer any order but hottest
+    first (the transfers are equally long, so the longest GPU time goes first); a prefetch less than
+    the slots hold when the expert is loaded anyway, but for a slot left to the next layer's stream;
+    and, of as many loads in layer l, all ends between the arrivals of two prefetches but the first.
+    A later end can be better once another prefetch is there: it needs no submission of its own.
 
     Raises ValueError for more experts.
     """
     if max(len(given.cur), len(given.next)) > MOST_EXPERTS:
         raise ValueError(f"{len(given.cur)} and {len(given.next)} experts, at most {MOST_EXPERTS}")
     following = _Following(given)
-    hot_first = given.cur[::-1]
     best = Ends(_NEVER, _NEVER)
-    for n in range(given.room_on() + 1):
-        ends = sorted({layer_end(given, chosen) for chosen in combinations(hot_first, n)})
-        for end, link in ends if following.slow_gpu else ends[:1]:
-            last = following.least(end + given.attention_ns, link, n)
+    for n, (ends, link) in enumerate(_layer_ends(given)):
+        tried = _NEVER
+        for end in sorted(ends):
+            now = end + given.attention_ns
+            if best.next != _NEVER and now + following.shortest > best.next:
+                break
+            there = following.there(now, link, n)
+            if there == tried:
+                continue
+            tried = there
+            last = following.least(now, link, n)
             if best.next == _NEVER or (last, end) < (best.next, best.layer):
                 best = Ends(end, last)
     return best
+
+
+def _layer_ends(given: Inputs) -> Iterator[tuple[set[int], int]]:
+    """(ends of layer l, end of its on-demand transfers) over all sets and orders of 0, 1, 2 ...
+    loads."""
+    gpu = [given.gpu_start + given.gpu(due) for due in given.cur]
+    there = given.res[: len(given.res) - given.late]
+    # When the GPU is done, by the set loaded: bit i is cur[i].
+    done = {0: {gpu_end(given, given.gpu_busy_ns, there, late_residents(given))}}
+    times = arrivals(given, given.backlog_ns, 0, given.room_on())
+    for n, link in enumerate([given.backlog_ns, *times]):
+        if n:
+            before, done = done, {}
+            for loaded, ends in before.items():
+                for i, ns in enumerate(gpu):
+                    if not loaded >> i & 1:
+                        after = done.setdefault(loaded | 1 << i, set())
+                        after.update(max(end, link) + ns for end in ends)
+        ends = set()
+        for loaded, after in done.items():
+            cpu = job(given, [due for i, due in enumerate(given.cur) if not loaded >> i & 1])
+            ends.update(max(cpu, end) for end in after)
+        yield ends, link
 
 
 class _Following:
@@ -177,8 +205,14 @@ class _Following:
         # Column k: the GPU time of the set's k-th transfer.
         order = np.argsort(~member, axis=1, kind="stable")
         self.gpu = np.where(np.arange(m) < self.size[:, None], gpu[order], 0)
-        longest = max((given.gpu(due) for due in (*given.next, *given.cur)), default=0)
-        self.slow_gpu = longest + given.gpu_start > given.io_expert
+        # With all that is loaded there from the start.
+        on_gpu = given.next_gpu_ns + np.where(self.size, given.gpu_start, 0) + self.gpu.sum(axis=1)
+        self.shortest = int(np.maximum(self.cpu, on_gpu).min())
+
+    def there(self, now: int, link: int, n_on: int) -> int:
+        """The most prefetches that have arrived by `now`."""
+        moved = max(now - (link or self.given.io_start), 0) // self.given.io_expert
+        return min(moved, self.given.room_pre(n_on))
 
     def least(self, now: int, link: int, n_on: int) -> int:
         """Of a layer whose gate output is known at `now`; the link owes until `link`. Prefetches

@@ -671,6 +671,27 @@ def test_the_optimum_is_the_best_of_everything(seed: int) -> None:
     assert lower_bound(instance) <= best.next
 
 
+@pytest.mark.parametrize(
+    ("cur", "attention", "ends"),
+    [([5, 20], 160, Ends(160, 910)), ([30, 45], 130, Ends(285, 1005))],
+    ids=["set", "order"],
+)
+def test_a_later_end_saves_a_submission(cur: list[int], attention: int, ends: Ends) -> None:
+    """By hand: the second prefetch arrives between two ends of the layer. The later end costs 15
+    and saves a submission of 30, as the next layer's GPU is busy for long with what it has.
+
+    Set: with the colder one loaded, 110+30+5=145, the gate is known at 305; the other ends at 160,
+    320. Prefetches arrive at 210 and 310: 305+500+30+30+30+30=925, but 320+500+30+60=910.
+    Order: with both loaded, 210+30+30=270 and 400, or 210+30+45=285 and 415. Prefetches arrive at
+    310 and 410: 400+500+30+30+30+30=1020, but 415+500+30+60=1005.
+    """
+    cpu = Line(((1, 140), (20, 140), (30, 1000)))
+    costs = Table(10, 100, 0, 30, cpu, Line(((1, 1), (2, 2))))
+    instance = layer(cur, [30, 30], costs=costs, attention=attention, next_gpu=500)
+    assert best_of_everything(instance) == ends
+    assert optimum(instance) == ends
+
+
 def test_the_optimum_refuses_large_layers() -> None:
     with pytest.raises(ValueError, match="at most 12"):
         optimum(layer([1] * 13))
