@@ -300,7 +300,7 @@ pds_status pds_gpu_fetch(pds_gpu_step *step, pds_buffer buffer, uint64_t bytes);
 
 /* --- placement.c --- */
 
-/* Whether the layer's prediction for the next one pays: else `predict` retires at once. */
+/* Whether the layer's prediction for the next one pays: else `predict` does nothing but for a tap. */
 bool pds_gpu_prediction_pays(const pds_gpu_step *step, uint32_t layer, uint32_t phase);
 /* recompile: from the host's routes and predictions to holes, transfers and residency. */
 pds_status pds_gpu_recompile(pds_gpu_step *step, const pds_program *program, const pds_instr *in);

@@ -324,20 +324,25 @@ static pds_status cpu_experts(pds_gpu_step *step, const pds_instr *in, uint32_t 
   return pds_gpu_host_work(step->gpu, "cpu.experts", n, tokens);
 }
 
+/* Where it does not pay nobody reads it but a tap: what is recorded under one policy is replayed under
+ * others, which pause elsewhere. */
+static pds_status predict(pds_gpu_step *step, const pds_program *program) {
+  const bool pays = pds_gpu_prediction_pays(step, step->layer, program->phase);
+  if (!pays && !(step->tapped && step->host->predicts)) return PDS_OK;
+  PDS_RETURN_IF_ERROR(wait_for_routes(step));
+  pds_op_predict(step->host, step->layer);
+  return pays ? pds_gpu_host_work(step->gpu, "cpu.predict", 1, &step->host->rows) : PDS_OK;
+}
+
 static pds_status on_cpu(pds_gpu_step *step, const pds_program *program, const pds_instr *in,
                          uint32_t *out_experts) {
   pds_step_ctx *host = step->host;
-  const uint32_t rows[] = {host->rows};
   switch (in->opcode) {
   case PDS_OP_EMBED:
     pds_op_embed(host);
-    PDS_RETURN_IF_ERROR(pds_gpu_host_work(step->gpu, "cpu.embed", 1, rows));
+    PDS_RETURN_IF_ERROR(pds_gpu_host_work(step->gpu, "cpu.embed", 1, &host->rows));
     return to_device(step, PDS_BUF_HID, 4 * host->rows * hidden_bytes(step->gpu->plan));
-  case PDS_OP_PREDICT:
-    if (!pds_gpu_prediction_pays(step, step->layer, program->phase)) return PDS_OK;
-    PDS_RETURN_IF_ERROR(wait_for_routes(step));
-    pds_op_predict(host, step->layer);
-    return pds_gpu_host_work(step->gpu, "cpu.predict", 1, rows);
+  case PDS_OP_PREDICT: return predict(step, program);
   default: return cpu_experts(step, in, out_experts);
   }
 }

@@ -264,6 +264,29 @@ def test_taps(plans: PlanStore, mock: Mock) -> None:
         assert (a[3] is None and b[3] is None) or np.array_equal(a[3], b[3])
 
 
+def test_taps_see_predictions_that_pause(plans: PlanStore, mock: Mock) -> None:
+    """A routing trace has what every layer would predict, for policies that pause elsewhere."""
+    mock.reset(MOCKS["end"])
+    found: list[list[int]] = []  # step by step, layer by layer
+
+    def look(event: TapEvent) -> None:
+        if event.opcode == Opcode.PREDICT:
+            assert event.ids is not None
+            found.append(event.ids[0].tolist())
+
+    with loaded(gpu_plan(plans, "tiny-mixtral", "bf16", "few", "lru"), policy="fate") as engine:
+        model = engine.plan.model
+        told = ADVERSARIES["random"](24, model["layers"], model["top_k"], model["experts"])
+        session = engine.session()
+        session.set_predictions(told)
+        with session.tap(look):
+            for _ in told:
+                session.decode(1)
+        ledger = engine.ledger()
+    assert all(one["pauses"] for one in ledger[1:])
+    assert found == told[:, :-1].reshape(-1, model["top_k"]).tolist()
+
+
 def cancelled_at(engine: Engine, ids: list[int], at: int) -> tuple[bool, list[Floats]]:
     """A session whose prefill is cancelled behind its at-th instruction, and goes on."""
     session = engine.session()
