@@ -23,16 +23,17 @@ enum {
   INT_AMX_SUMS = INT_AMX_ROWS * INT_AMX_SUM_ROW
 };
 
-/* Layout: Intel SDM, LDTILECFG, palette 1. Tiles 0-3: sums; 4, 5: A; 6, 7: B. */
+/* Layout: Intel SDM, LDTILECFG, palette 1. Tiles 0-3: sums; 4: A; 5, 6: B. With all eight in use
+ * nothing is renamed where another thread shares the core. */
 PDS_INLINE void int_amx_configure(uint32_t group) {
   struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
   } config = {.palette = 1};
-  for (int i = 0; i < 8; i++) {
-    config.row_bytes[i] = i == 4 || i == 5 ? (uint16_t)group : 64;
-    config.rows[i] = i < 6 ? INT_AMX_ROWS : (uint8_t)(group / 4);
+  for (int i = 0; i < 7; i++) {
+    config.row_bytes[i] = i == 4 ? (uint16_t)group : 64;
+    config.rows[i] = i < 5 ? INT_AMX_ROWS : (uint8_t)(group / 4);
   }
   __asm__ volatile("" ::"m"(config)); /* gcc takes the next to read 8 bytes of it */
   _tile_loadconfig(&config);
@@ -72,23 +73,23 @@ PDS_INLINE void int_amx_multiply(const int_amx_block *x, uint32_t n, const int_a
       if (pairs % 2) {
         _tile_stored(0, dots[pairs - 1][0], 64);
         _tile_zero(2);
-        _tile_loadd(5, a, x[i].stride);
-        if (i == 0) _tile_loadd(6, b0, 64);
-        _tile_dpbssd(2, 5, 6);
+        _tile_loadd(4, a, x[i].stride);
+        if (i == 0) _tile_loadd(5, b0, 64);
+        _tile_dpbssd(2, 4, 5);
         _tile_stored(1, dots[pairs - 1][1], 64);
         _tile_zero(3);
-        if (i == 0) _tile_loadd(7, b1, 64);
-        _tile_dpbssd(3, 5, 7);
+        if (i == 0) _tile_loadd(6, b1, 64);
+        _tile_dpbssd(3, 4, 6);
       } else {
         if (pairs) _tile_stored(2, dots[pairs - 1][0], 64);
         _tile_zero(0);
         _tile_loadd(4, a, x[i].stride);
-        if (i == 0) _tile_loadd(6, b0, 64);
-        _tile_dpbssd(0, 4, 6);
+        if (i == 0) _tile_loadd(5, b0, 64);
+        _tile_dpbssd(0, 4, 5);
         if (pairs) _tile_stored(3, dots[pairs - 1][1], 64);
         _tile_zero(1);
-        if (i == 0) _tile_loadd(7, b1, 64);
-        _tile_dpbssd(1, 4, 7);
+        if (i == 0) _tile_loadd(6, b1, 64);
+        _tile_dpbssd(1, 4, 6);
       }
     }
   }
