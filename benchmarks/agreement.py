@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe, names, spread, usable_cores, write_report
+from machine import count, describe, names, run, spread, usable_cores, write_report
 
 import pdscope
 from pdscope.cli.format import markdown
@@ -445,10 +445,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=names, default=list(MODELS))
     parser.add_argument("--policies", type=names, default=["adaptsched"])
     parser.add_argument("--layers", type=int, default=0, help="0: those of MODELS")
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prompt", type=count, default=256)
+    parser.add_argument("--tokens", type=count, default=8)
+    parser.add_argument("--batch", type=count, default=4)
+    parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument("--threads", type=int, default=0, help="0: all cores, of the mock one less")
     parser.add_argument("--share", type=float, default=0.25, help="of the experts, on the GPU")
     parser.add_argument("--link", type=int, default=3 * 10**9, help="the mock's, bytes a second")
@@ -458,6 +458,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if unknown := set(args.models) - set(MODELS):
+        parser.error(
+            f"--models: {', '.join(sorted(unknown))}: expected some of {', '.join(MODELS)}"
+        )
     if not args.threads:
         args.threads = max(1, usable_cores() - (args.driver == "mock"))
     return args
@@ -491,4 +495,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

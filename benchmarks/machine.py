@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from pathlib import Path
 from pdscope import config
 from pdscope.compiler.build import find_compiler
 from pdscope.compiler.pipeline import compiler_sha256
+from pdscope.errors import PdscopeError
 
 READ_SECONDS, COMPUTE_SECONDS = 0.3, 0.1  # of one sample
 LOAD_BEFORE = os.getloadavg()[0]  # threads that wanted to run, over the last minute
@@ -30,8 +31,23 @@ def names(text: str) -> list[str]:
     return text.split(",")
 
 
+def count(text: str) -> int:
+    """An option's number, 1 or more."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def numbers(text: str) -> list[int]:
-    return [int(number) for number in names(text)]
+    return [count(number) for number in names(text)]
+
+
+def run(main: Callable[[], None]) -> None:
+    """A script's main; its errors as the commands tell theirs."""
+    try:
+        main()
+    except PdscopeError as error:
+        sys.exit(f"error: {error}")
 
 
 @dataclass(frozen=True)

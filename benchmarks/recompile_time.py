@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import numbers, write_report
+from machine import count, numbers, run, write_report
 
 import pdscope
 from pdscope.cli.format import markdown
@@ -147,8 +147,8 @@ def main() -> None:
     parser.add_argument("--rows", type=numbers, default=[1, 512, 4096], help="1: decode")
     parser.add_argument("--policy", default="adaptsched")
     parser.add_argument("--threads", type=int, default=0, help="0: one a core")
-    parser.add_argument("--rounds", type=int, default=5, help="prefills of each kind")
-    parser.add_argument("--tokens", type=int, default=256, help="decoded")
+    parser.add_argument("--rounds", type=count, default=5, help="prefills of each kind")
+    parser.add_argument("--tokens", type=count, default=256, help="decoded")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="write the table to this markdown file too")
     asked = parser.parse_args()
@@ -165,4 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -92,7 +92,7 @@ class Hardware:
     def _cache(self) -> Cache | None:
         """The runtime's budget: a quarter of the last-level cache, 16 MiB at most."""
         cpu = self.data["cpu"]
-        if "cache_bytes" not in cpu or "cache_bytes_per_s" not in cpu:
+        if "cache_bytes" not in cpu:
             return None
         size = min(_value(cpu["cache_bytes"]) // LLC_SHARE, LLC_MOST)
         fill = size * _S // _value(cpu["bytes_per_s"])

@@ -116,7 +116,16 @@ def read_predictors(plan: Plan) -> list[Chosen] | None:
     """
     if JSON not in plan.files and not (plan.path / JSON).exists():
         return None
-    return [_Entry(plan, data).chosen() for data in _read_json(plan)["layers"]]
+    entries = [_Entry(plan, data) for data in _read_json(plan)["layers"]]
+    seen: set[tuple[int, str]] = set()
+    for entry in entries:
+        if (key := (entry.layer, entry.phase)) in seen:
+            raise PlanError(
+                f"{plan.path / JSON}: layer {entry.layer} has two predictors for {entry.phase}, "
+                f"expected one: {_REMEDY}"
+            )
+        seen.add(key)
+    return [entry.chosen() for entry in entries]
 
 
 def _read_json(plan: Plan) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 _KNOWN = {
     *("$schema", "$defs", "$ref", "title", "type", "const", "enum", "pattern"),
     *("minimum", "minLength", "minItems", "minProperties", "items"),
-    *("properties", "required", "additionalProperties", "propertyNames"),
+    *("properties", "required", "dependentRequired", "additionalProperties", "propertyNames"),
 }
 
 
@@ -112,7 +112,10 @@ def _nested_problem(
         return None
     if len(value) < rule.get("minProperties", 0):
         return f"{where}: must not be empty"
-    for key in rule.get("required", ()):
+    required = [*rule.get("required", ())]
+    for key, others in rule.get("dependentRequired", {}).items():
+        required += others if key in value else []
+    for key in required:
         if key not in value:
             return f"{where}: key {key!r} is missing"
     properties = rule.get("properties", {})

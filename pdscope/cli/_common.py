@@ -43,7 +43,12 @@ class _ShareOrAuto(click.ParamType[float | str]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float | str:
-        return "auto" if value == "auto" else click.FloatRange(0, 1).convert(value, param, ctx)
+        if value == "auto":
+            return "auto"
+        try:
+            return click.FloatRange(0, 1).convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r}: expected auto or a number from 0 to 1.", param, ctx)
 
 
 class Interrupted(click.Abort):

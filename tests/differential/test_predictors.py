@@ -389,6 +389,8 @@ def faults() -> Iterator[tuple[str, Callable[[Path], object], str]]:
     yield "hidden", edit(lambda d: d.update(hidden=9)), "hidden is 9, expected"
     yield "layer", edit(lambda d: d["layers"][0].update(layer=-1)), "layer is -1, expected 0 to 5"
     yield "null", edit(lambda d: d["layers"].insert(0, None)), "layer is None"
+    twice = "layer 0 has two predictors for prefill"
+    yield "twice", edit(lambda d: d["layers"].append(d["layers"][0])), twice
     yield "phase", edit(lambda d: d["layers"][0].update(phase="x")), "phase is 'x'"
     yield "chosen", edit(lambda d: d["layers"][1].update(chosen="x")), "layer 0: chosen is 'x'"
     yield "net", edit(lambda d: d["layers"][0].update(net=None)), "net is None"

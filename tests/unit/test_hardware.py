@@ -178,6 +178,7 @@ def test_faults_of_a_description() -> None:
         (lambda d: d["gpu"]["flops"].pop("int8"), "gpu: flops: key 'int8' is missing"),
         (lambda d: d["gpu"]["floor_ns"].pop("source"), "floor_ns: key 'source' is missing"),
         (lambda d: d.update(disk=1), "unknown key 'disk'"),
+        (lambda d: d["cpu"].pop("cache_bytes"), "cpu: key 'cache_bytes' is missing"),
     ):
         assert said in edited(change)
 
