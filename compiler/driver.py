@@ -20,7 +20,7 @@ from pdscope.compiler.lowered import LoweredModel
 from pdscope.compiler.passmanager import (
     PassResult,
     Workspace,
-    check_replaceable,
+    check_destination,
     disk_errors,
     publish,
     recover,
@@ -106,10 +106,10 @@ def compile_model(
     destination = Path(
         os.path.realpath(path("out", out))
     )  # what a link points to is what gets replaced
-    _check_destination(destination, force)
+    check_destination(destination, force)
     with _workspace(destination) as workspace:
         recover(destination)
-        _check_destination(destination, force)
+        check_destination(destination, force)
         pipeline = Pipeline(source, target, workspace, after_pass)
         pipeline.analyse()
         if not chosen.no_weights:
@@ -128,21 +128,6 @@ def resumable(out: str | Path) -> bool:
 
 def _root(out: Path) -> Path:
     return out.parent / f".{out.name}.partial"
-
-
-def _check_destination(out: Path, force: bool) -> None:
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise PlanError(f"{out}: is a file; expected a directory to create")
-    if not any(out.iterdir()):
-        return
-    if not (out / "plan.json").is_file():
-        raise PlanError(f"{out}: is not empty and holds no plan; choose another directory")
-    if force:
-        check_replaceable(out)
-    else:
-        raise PlanError(f"{out}: already holds a plan; --force (force=True) replaces it")
 
 
 def _check_space(out: Path, model: LoweredModel, workspace: Workspace) -> None:

@@ -250,6 +250,22 @@ def recover(out: Path) -> None:
         os.rename(old, out)
 
 
+def check_destination(out: Path, force: bool) -> None:
+    """PlanError unless a plan may become `out`."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise PlanError(f"{out}: is a file; expected a directory to create")
+    if not any(out.iterdir()):
+        return
+    if not (out / "plan.json").is_file():
+        raise PlanError(f"{out}: is not empty and holds no plan; choose another directory")
+    if force:
+        check_replaceable(out)
+    else:
+        raise PlanError(f"{out}: already holds a plan; --force (force=True) replaces it")
+
+
 def check_replaceable(out: Path) -> None:
     """PlanError unless the directory holds a plan and nothing besides: the rest may be precious."""
     try:

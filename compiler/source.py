@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pdscope.arguments import byte_count, flag, index, path, text
+from pdscope.arguments import byte_count, flag, index, model_there, path, text
 from pdscope.compiler.checkpoint import (
     Checkpoint,
     DummyWeights,
@@ -218,8 +218,7 @@ class Model:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self.path.exists():
-            raise InputError(f"{self.path}: no such file or directory; expected a model directory")
+        model_there(self.path)
         self.directory = self.path if self.path.is_dir() else self.path.parent
         self.config_file = self.path / "config.json" if self.path.is_dir() else self.path
         for file in (self.config_file, *(self.directory / name for name in COPIED)):

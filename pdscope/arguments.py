@@ -78,6 +78,12 @@ def path(name: str, value: object) -> Path:
     return Path(given)
 
 
+def model_there(given: Path) -> None:
+    """Raises InputError where there is nothing."""
+    if not given.exists():
+        raise InputError(f"{given}: no such file or directory; expected a model directory")
+
+
 def byte_count(name: str, value: object) -> int:
     """A number of bytes: an integer, or a text such as "4200000", "4.2MB" or "4 MiB"."""
     if not isinstance(value, str):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdscope import config
+from pdscope.arguments import model_there
 from pdscope.cli._common import POLICIES, Interrupted, command
 from pdscope.cli._interrupt import leave_at_interrupt
 from pdscope.cli.paths import GivenPath
+from pdscope.compiler.passmanager import check_destination
 
 if TYPE_CHECKING:
     from pdscope.compiler.driver import CompileResult
@@ -179,6 +182,10 @@ def main(model: Path, output: str | None, as_json: bool, **options: Any) -> None
         raise click.UsageError("Missing option '-o' / '--output' (or --dry-run).")
     if options["no_weights"] and options["load_format"] != "dummy":
         raise click.UsageError("--no-weights goes with --load-format dummy.")
+    # Told before torch is loaded, which takes seconds.
+    model_there(model)
+    if output is not None and not options["dry_run"]:
+        check_destination(Path(os.path.realpath(output)), options["force"])
     with leave_at_interrupt():
         from pdscope.cli.progress import CompileProgress
         from pdscope.compiler.driver import compile_model, resumable

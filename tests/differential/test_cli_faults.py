@@ -355,7 +355,7 @@ def test_interrupted_compile(model: Path, monkeypatch: pytest.MonkeyPatch, kept:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    place = "_check_space" if kept else "_check_destination"
+    place = "_check_space" if kept else "check_destination"
     monkeypatch.setattr(f"pdscope.compiler.driver.{place}", interrupt)
     ran = run_here("pdscope-compile", model, "-o", model.parent / "out.plan")
     assert ran.status == 130
