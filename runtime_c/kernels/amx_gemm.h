@@ -1,9 +1,9 @@
 /* amx_gemm.h: bf16 GEMMs on AMX tiles, for amx.c. A packed panel is a row of B tiles already (16
  * word rows of 64 bytes); rows of x become A tiles, 16 rows of 32 k, copied together where they lie
  * too far apart or anywhere (x_index). A block is 16 rows by two panels: four tile registers. More
- * would need fewer loads, but where another thread shares the core, registers in use beyond five or
- * so are hardly renamed and every load waits for the products before it: there 2 x 2 blocks, which
- * take all eight, ran at less than half the rate of these.
+ * would need fewer loads, but where another thread shares the core, those in use leave fewer to
+ * rename: with all eight (2 x 2 blocks) each load and product waited for the one before it, some
+ * 13 ns each, and ran at half the rate of these.
  *
  * A pass keeps its rows of x in the second-level cache; tiles of A come from there, past the first.
  * Two panels go by parts of K that stay in the first-level cache for all rows, while the next part

@@ -8,7 +8,8 @@
  * are loaded; and a tile that was just multiplied, which is stored only when the next has been.
  *
  * A pass keeps its rows of x in the second-level cache, where each pair of panels arrives from
- * memory while the pair before it is multiplied; parts of k keep the pair's tiles in the first. */
+ * memory, from several pages at a time as in amx_gemm.h, while the pair before it is multiplied;
+ * parts of k keep the pair's tiles in the first. */
 
 enum {
   INT_AMX_ROWS = 16,            /* of a tile; fewer rows are for the vector kernels */
@@ -56,7 +57,8 @@ typedef struct int_amx_pair {
   const unsigned char *b[2];
   const float *scales;
   uint32_t b_bytes, first, groups;
-  const unsigned char *next, *end; /* of what is to prefetch, `lines` at a time */
+  const unsigned char *next, *end; /* to prefetch: a line at a time of each of `lines` streams */
+  size_t run;                      /* bytes from stream to stream */
   uint32_t lines;
 } int_amx_pair;
 
@@ -119,7 +121,8 @@ PDS_INLINE void int_amx_add(const int_amx_dots *dots, uint32_t n, const int_amx_
   for (uint32_t g = 0; g < groups; g++) {
     const int32_t (*dot)[PDS_LANES] = &(*dots)[0][row];
     const v16 w0 = v16_load(w_scales), w1 = v16_load(w_scales + PDS_LANES);
-    for (uint32_t l = 0; l < w->lines; l++, w->next += 64) __builtin_prefetch(w->next, 0, 2);
+    for (uint32_t l = 0; l < w->lines; l++) __builtin_prefetch(w->next + l * w->run, 0, 2);
+    w->next += 64;
     PDS_UNROLL
     for (int r = 0; r < INT_AMX_HALF; r++) {
       const v16 scale = v16_set1(x_scales[r]);
@@ -230,14 +233,14 @@ PDS_INLINE void int_amx_panels(const pds_gemm *g, const int_amx_block *blocks, u
   float sum[INT_AMX_BLOCKS][INT_AMX_SUMS] __attribute__((aligned(64)));
   float scales[INT_AMX_K / PDS_I4_GROUP][2][PDS_LANES] __attribute__((aligned(64)));
   unsigned char unpacked[2][INT_AMX_K * PDS_LANES] __attribute__((aligned(64)));
-  const uint32_t turns = 2 * n * groups;
-  const uint32_t lines = ((uint32_t)(2 * g->panel_stride / 64) + turns - 1) / turns;
+  const uint32_t turns = 2 * n * groups, all = (uint32_t)(2 * g->panel_stride / 64);
+  const uint32_t lines = (all + turns - 1) / turns;
+  const size_t run = (size_t)((all + lines - 1) / lines) * 64;
   for (uint32_t p = 0; p < panels; p += 2) {
     const unsigned char *w = (const unsigned char *)g->w + (size_t)p * g->panel_stride;
     const size_t other = p + 1 < panels ? g->panel_stride : 0;
     const unsigned char *next = w + 2 * g->panel_stride;
-    const unsigned char *end =
-        p + 2 < panels ? next + (panels - p > 3 ? 2 : 1) * g->panel_stride : next;
+    const unsigned char *end = p + 2 < panels ? next + run : next;
     memset(sum, 0, n * sizeof *sum);
     for (uint32_t from = 0; from < groups; from += part) {
       const size_t at = (size_t)from * group * (uint32_t)bits * 2;
@@ -248,6 +251,7 @@ PDS_INLINE void int_amx_panels(const pds_gemm *g, const int_amx_block *blocks, u
                            .groups = groups - from < part ? groups - from : part,
                            .next = next,
                            .end = end,
+                           .run = run,
                            .lines = lines};
       for (int i = 0; i < 2; i++) {
         const unsigned char *bf16 = w + i * other + w_bytes + (size_t)from * 32;
