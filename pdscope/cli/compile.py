@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdscope import config
-from pdscope.arguments import model_there
 from pdscope.cli._common import POLICIES, Interrupted, command
 from pdscope.cli._interrupt import leave_at_interrupt
 from pdscope.cli.paths import GivenPath
-from pdscope.compiler.passmanager import check_destination
 
 if TYPE_CHECKING:
     from pdscope.compiler.driver import CompileResult
@@ -182,6 +180,9 @@ def main(model: Path, output: str | None, as_json: bool, **options: Any) -> None
         raise click.UsageError("Missing option '-o' / '--output' (or --dry-run).")
     if options["no_weights"] and options["load_format"] != "dummy":
         raise click.UsageError("--no-weights goes with --load-format dummy.")
+    from pdscope.arguments import model_there
+    from pdscope.compiler.passmanager import check_destination
+
     # Told before torch is loaded, which takes seconds.
     model_there(model)
     if output is not None and not options["dry_run"]:

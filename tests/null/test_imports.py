@@ -125,9 +125,9 @@ sys.meta_path.insert(0, Finder())
 @pytest.mark.parametrize(
     ("name", "module", "more"),
     [
-        ("compile", "click", ["MODEL", "-o", "out"]),
-        ("compile", "rich.progress", ["MODEL", "-o", "out"]),
-        ("compile", "torch", ["MODEL", "-o", "out"]),
+        ("compile", "click", [".", "-o", "out"]),
+        ("compile", "rich.progress", [".", "-o", "out"]),
+        ("compile", "torch", [".", "-o", "out"]),
         ("run", "click", ["PLAN", "-p", "Hello"]),
         ("run", "pdscope.engine", ["PLAN", "-p", "Hello"]),
         ("run", "tokenizers", ["PLAN", "-p", "Hello"]),
